@@ -1,0 +1,1 @@
+"""The Llama model and everything about its files: checkpoints, tokenizers, chat templates."""

@@ -1,0 +1,1 @@
+"""Generating with Llama models: engine, command line and server."""

@@ -1,0 +1,1 @@
+"""Fast kernels for Llama: Triton and flash attention, each with a plain-torch oracle."""

@@ -1,0 +1,1 @@
+"""Data, tensor, pipeline and context parallelism for Llama over torch.distributed."""

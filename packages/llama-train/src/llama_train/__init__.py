@@ -1,0 +1,1 @@
+"""Training Llama models, from one CPU to many hosts."""
