@@ -1,0 +1,65 @@
+"""One matrix product instead of three: q, k, v and gate, up joined for inference.
+
+A decode step reads every weight once for a single token; fewer, larger products keep the memory busier.
+The joined matrix owns the memory and the Hugging Face names stay, as views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Packable(nn.Module):
+    """A module with linear layers that read the same input and can be joined along their outputs."""
+
+    packs: ClassVar[tuple[str, ...]]
+    """Names of the linear layers, in the order of the joined rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: tuple[Tensor, Tensor | None] | None = None
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (..., E) → one output (..., rows) for each name in `packs`."""
+        layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
+        if self._packed is None:
+            return tuple(layer(x) for layer in layers)
+        weight, bias = self._packed
+        joined = F.linear(x, weight, bias)
+        return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Join the weights (and biases); the layers' parameters become views, without gradients."""
+        layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        row = 0
+        for layer in layers:
+            rows = slice(row, row + layer.out_features)
+            layer.weight = nn.Parameter(weight[rows], requires_grad=False)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+            row = rows.stop
+        self._packed = weight, bias
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Packable:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._packed is not None:  # a move or cast has cut the views loose from the joined matrix
+            self.pack()
+        return self
+
+
+def pack_projections(model: nn.Module) -> None:
+    """Join q, k, v and gate, up of every layer of `model`, in place; for inference.
+
+    State dict names and values stay as they are. Costs the memory of one layer's projections while it runs.
+    """
+    for module in model.modules():
+        if isinstance(module, Packable):
+            module.pack()
