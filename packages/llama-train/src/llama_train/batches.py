@@ -1,0 +1,104 @@
+"""Rows of tokens to train on, as a function of the row's number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .shuffle import mix, permute
+from .tokens import TokenArray
+
+IGNORED = -100
+"""Target of a position that is not trained on (PyTorch's `ignore_index`)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and what should follow them, (rows, sequence) int64 each; on the CPU until `to` moves it."""
+
+    tokens: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+
+    @property
+    def count(self) -> int:
+        """Positions with a target."""
+        return int((self.targets != IGNORED).sum())
+
+
+class TrainingRows:
+    """Endless rows of a token array in random order, every one once per epoch.
+
+    The array is cut into rows of `sequence_length` inputs; each epoch starts the cuts at another place and has
+    another order. Row number r depends on (seed, r) only: not on rows drawn before, and not on how many processes
+    share the work.
+
+    Args:
+        tokens: all documents in one row of ids.
+        sequence_length: inputs in a row.
+        seed: chooses the order.
+        bos_id: first id of each document. It is never a target: the end of one text says nothing about the next.
+
+    Raises:
+        ValueError: too few tokens for a row.
+    """
+
+    def __init__(self, tokens: TokenArray, sequence_length: int, seed: int, bos_id: int | None) -> None:
+        # One token more than inputs is read, for the last target, and the start moves by up to a row less one.
+        self.rows_per_epoch = len(tokens) // sequence_length - 1
+        if self.rows_per_epoch < 1:
+            raise ValueError(
+                f"data.sequence_length is {sequence_length}; the {len(tokens)} training tokens allow at most "
+                f"{len(tokens) // 2}: shorten it or add text"
+            )
+        self.tokens, self.sequence_length, self.seed, self.bos_id = tokens, sequence_length, seed, bos_id
+
+    def rows(self, first: int, count: int) -> Batch:
+        """Rows number `first` to `first + count - 1`, counted from 0."""
+        numbers = np.arange(first, first + count)
+        starts = np.concatenate([self._starts(numbers[numbers // self.rows_per_epoch == epoch], int(epoch))
+                                 for epoch in np.unique(numbers // self.rows_per_epoch)])  # fmt: skip
+        return _cut(self.tokens, starts, self.sequence_length, self.bos_id)
+
+    def micro_batches(self, step: int, size: int, count: int) -> list[Batch]:
+        """The `count` batches of `size` rows that make step number `step`, counted from 1."""
+        first = (step - 1) * size * count
+        return [self.rows(first + index * size, size) for index in range(count)]
+
+    def _starts(self, numbers: np.ndarray, epoch: int) -> np.ndarray:
+        places = permute(numbers % self.rows_per_epoch, self.rows_per_epoch, mix(self.seed, epoch, 0))
+        return places * self.sequence_length + mix(self.seed, epoch, 1) % self.sequence_length
+
+
+def held_out_batches(
+    tokens: TokenArray, sequence_length: int, rows: int, bos_id: int | None, max_tokens: int | None = None
+) -> Iterator[Batch]:
+    """All of a token array once, in order, in batches of up to `rows` rows; the last row may be shorter.
+
+    With `max_tokens`, about as many tokens, in rows spread evenly over the array.
+    """
+    starts = np.arange(0, max(len(tokens) - 1, 0), sequence_length)
+    if max_tokens is not None:
+        wanted = max(1, max_tokens // sequence_length)
+        if wanted < len(starts):
+            starts = starts[np.arange(wanted) * len(starts) // wanted]
+    whole = starts[starts + sequence_length < len(tokens)]
+    for first in range(0, len(whole), rows):
+        yield _cut(tokens, whole[first : first + rows], sequence_length, bos_id)
+    for start in starts[len(whole) :]:
+        yield _cut(tokens, np.array([start]), len(tokens) - 1 - int(start), bos_id)
+
+
+def _cut(tokens: TokenArray, starts: np.ndarray, length: int, bos_id: int | None) -> Batch:
+    windows = torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))
+    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    if bos_id is not None:
+        targets[targets == bos_id] = IGNORED
+    return Batch(inputs, targets)

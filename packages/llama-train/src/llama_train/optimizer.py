@@ -1,0 +1,107 @@
+"""AdamW with decay groups and, for low-precision models, float32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .config import OptimizerConfig
+
+
+class Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) over named parameters. The learning rate is given with each step.
+
+    Matrices are decayed; vectors (norm weights, biases) are not. With `master_weights`, a parameter of 16 bits has a
+    float32 twin: gradients are summed and applied there, because an update smaller than 1/256 of a bfloat16 weight
+    would be rounded away, and the result is copied back.
+
+    One step is: for each micro-batch `backward()` then `collect()`; then `clip()`; then `step(rate)`.
+
+    Args:
+        named_parameters: as of `model.named_parameters()`; shared parameters come once.
+        config: betas, eps, weight decay.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self._parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+        if not self._parameters:
+            raise ValueError("the model has no parameter to train")
+        self._trained = {name: self._twin(parameter, config) for name, parameter in self._parameters.items()}
+        decayed = [parameter for parameter in self._trained.values() if parameter.ndim >= 2]
+        kept = [parameter for parameter in self._trained.values() if parameter.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=all(parameter.device.type in ("cpu", "cuda") for parameter in self._trained.values()),
+        )
+
+    @staticmethod
+    def _twin(parameter: nn.Parameter, config: OptimizerConfig) -> nn.Parameter:
+        if not config.master_weights or parameter.dtype not in (torch.bfloat16, torch.float16):
+            return parameter
+        return nn.Parameter(parameter.detach().float())
+
+    def _twins(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        pairs = [(parameter, self._trained[name]) for name, parameter in self._parameters.items()]
+        return [(parameter, twin) for parameter, twin in pairs if parameter is not twin]
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Move the gradients of a micro-batch into the float32 sums. Without master weights they are there already."""
+        for parameter, twin in self._twins():
+            if parameter.grad is None:
+                continue
+            if twin.grad is None:
+                twin.grad = parameter.grad.float()
+            else:
+                twin.grad += parameter.grad
+            parameter.grad = None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them); returns the norm before."""
+        limit = max_norm or float("inf")
+        return torch.nn.utils.clip_grad_norm_(self._trained.values(), limit, foreach=True)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Apply the gradients and forget them."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        for parameter, twin in self._twins():
+            parameter.copy_(twin)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in (*self._parameters.values(), *self._trained.values()):
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments, step counts and master weights by the names of the parameters: "exp_avg.model.norm.weight", …
+
+        Tensors are the live ones. Before the first step the moments are zeros.
+        """
+        state = {}
+        for name, twin in self._trained.items():
+            for key, value in self._moments(twin).items():
+                state[f"{key}.{name}"] = value
+            if twin is not self._parameters[name]:
+                state[f"master.{name}"] = twin.detach()
+        return state
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        # AdamW makes them at its first step; a run that loads a checkpoint needs them before, to load into.
+        state = self._adamw.state[parameter]
+        if not state:
+            fused = self._adamw.defaults["fused"]  # the fused kernel counts steps on the device of the parameter
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        moments: dict[str, Tensor] = state
+        return moments
