@@ -1,1 +1,5 @@
 """Data, tensor, pipeline and context parallelism for Llama over torch.distributed."""
+
+from llama_parallel.config import ParallelConfig as ParallelConfig
+from llama_parallel.process import Process as Process
+from llama_parallel.process import read_process as read_process
