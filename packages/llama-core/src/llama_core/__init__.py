@@ -10,7 +10,9 @@ from .attention import positions_from_mask as positions_from_mask
 from .attention import sdpa as sdpa
 from .compile import compile_layers as compile_layers
 from .config import LlamaConfig as LlamaConfig
+from .errors import CheckpointError as CheckpointError
 from .init import init_weights as init_weights
+from .load import load_model as load_model
 from .model import Llama as Llama
 from .ops import Ops as Ops
 from .packing import pack_projections as pack_projections

@@ -1,0 +1,150 @@
+"""What every checkpoint format offers to the loader, and the loading itself.
+
+A format turns its files into a `Checkpoint`: a configuration and, by Hugging Face name, tensors that can be read row
+by row into given memory. Everything that headers tell is checked before the first weight is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .config import LlamaConfig
+from .errors import CheckpointError, listed
+from .file_bytes import FileBytes
+from .parameter_shapes import parameter_shapes
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PIECE_BYTES = 4 << 20
+"""Rows are read in pieces of about this size: it bounds the memory beside the model and feeds the threads evenly."""
+READERS = 4
+"""Threads that read. One thread copies from the page cache at about 3 GB/s; four saturate what a disk gives."""
+
+_OLD_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class StoredTensor(Protocol):
+    """One tensor of a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its values are stored as; float32 for quantised types."""
+
+    def read_rows(self, start: int, stop: int, out: Tensor) -> None:
+        """Copy rows [start, stop) of dimension 0 into `out`, on whatever device and of whatever dtype that is."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint with its headers read and none of its weights."""
+
+    path: Path
+    config: LlamaConfig
+    tensors: Mapping[str, StoredTensor]
+    faults: Sequence[str] = ()
+    """What the format itself found wrong; reported together with what `check` finds."""
+    files: Sequence[FileBytes] = field(default=(), repr=False)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Compare names, shapes and types with the configuration.
+
+    Raises:
+        CheckpointError: one message that lists everything missing, unexpected, misshapen or of a wrong type.
+    """
+    config, tensors = checkpoint.config, checkpoint.tensors
+    faults = list(checkpoint.faults)
+    if config.num_hidden_layers > len(tensors):  # also keeps a damaged count from making a list of a billion names
+        faults.append(f"config says {config.num_hidden_layers} layers, there are only {len(tensors)} tensors")
+        raise _error(checkpoint, faults)
+    expected = parameter_shapes(config)
+    if missing := [name for name in expected if name not in tensors]:
+        hint = ""
+        if HEAD in missing and EMBEDDING in tensors:
+            hint = " (a head shared with the embedding needs tie_word_embeddings: true)"
+        faults.append(f"{len(missing)} missing: {listed(missing)}{hint}")
+    allowed = expected | ({HEAD: expected[EMBEDDING]} if config.tie_word_embeddings else {})
+    unexpected = [name for name in tensors if name not in allowed and not _OLD_BUFFER.fullmatch(name)]
+    if unexpected:
+        biases = [name for name in unexpected if name.endswith("_proj.bias")]
+        hint = " (biases need attention_bias or mlp_bias: true)" if biases else ""
+        faults.append(f"{len(unexpected)} unexpected: {listed(unexpected)}{hint}")
+    shared = [name for name in allowed if name in tensors]
+    wrong = [name for name in shared if tuple(tensors[name].shape) != allowed[name]]
+    if wrong:
+        texts = [f"{name} is {list(tensors[name].shape)}, must be {list(allowed[name])}" for name in wrong]
+        faults.append(f"{len(wrong)} misshapen: {listed(texts)}")
+    kinds = [f"{name} is {tensors[name].dtype}" for name in shared if not tensors[name].dtype.is_floating_point]
+    if kinds:
+        faults.append(f"{len(kinds)} of a type that is no floating point: {listed(kinds)}")
+    if faults:
+        raise _error(checkpoint, faults)
+
+
+def _error(checkpoint: Checkpoint, faults: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.path} does not fit its configuration:\n  " + "\n  ".join(faults))
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The type most elements are stored in: a bfloat16 file with a few float32 norms is a bfloat16 file."""
+    elements: Counter[torch.dtype] = Counter()
+    for name, shape in parameter_shapes(checkpoint.config).items():
+        elements[checkpoint.tensors[name].dtype] += torch.Size(shape).numel()
+    return elements.most_common(1)[0][0]
+
+
+def fill(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) -> None:
+    """Read every parameter into its place. `check` must have passed."""
+    jobs = [
+        (checkpoint.tensors[name], start, stop, target.detach()[start:stop])
+        for name, target in parameters.items()
+        for start, stop in _pieces(target)
+    ]
+    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
+        try:
+            for _ in readers.map(lambda job: job[0].read_rows(*job[1:]), jobs):
+                pass
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
+
+
+def check_tied_head(checkpoint: Checkpoint, embedding: Tensor) -> None:
+    """A file may hold the head although the configuration ties it; it must then be the embedding, bit for bit.
+
+    Raises:
+        CheckpointError: the stored head differs from the embedding.
+    """
+    stored = checkpoint.tensors.get(HEAD)
+    if stored is None:
+        return
+    for start, stop in _pieces(embedding):
+        head = torch.empty_like(embedding[start:stop])
+        stored.read_rows(start, stop, head)
+        if not torch.equal(head, embedding.detach()[start:stop]):
+            raise CheckpointError(
+                f"{checkpoint.path}: {HEAD} differs from {EMBEDDING} between rows {start} and {stop}, but the "
+                "configuration says tie_word_embeddings: true; set it to false, or remove the head from the file"
+            )
+
+
+def _pieces(target: Tensor) -> list[tuple[int, int]]:
+    rows = target.shape[0]
+    step = max(1, PIECE_BYTES * rows // max(1, target.numel() * target.element_size()))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

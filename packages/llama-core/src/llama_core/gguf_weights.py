@@ -1,0 +1,194 @@
+"""The tensors of a GGUF file under their Hugging Face names, dequantised row by row.
+
+Quantised types go through the `gguf` package (extra `gguf`). The rows of query and key projections are stored in the
+order of interleaved rotary pairs and are put back into that of rotated halves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, StoredTensor
+from .errors import CheckpointError, listed
+from .file_bytes import FileBytes
+from .gguf_config import config_from_gguf
+from .gguf_file import GgufHeader, GgufTensor, read_gguf_header
+
+FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
+ROPE_DIVISORS = "rope_freqs.weight"
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(gguf_name: str) -> str | None:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; `None` for names a Llama does not have."""
+    if gguf_name in _TOP:
+        return _TOP[gguf_name]
+    parts = gguf_name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER:
+        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"
+    return None
+
+
+def pair_order(rows: int, head_dim: int) -> Tensor:
+    """Hugging Face row of every stored row: within a head of width d, stored row 2j + s is row s·d/2 + j."""
+    return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class GgufEntry:
+    """A tensor of a GGUF file, not read yet."""
+
+    file: FileBytes
+    offset: int
+    shape: tuple[int, ...]
+    ggml_type: int
+    row_bytes: int
+    dtype: torch.dtype
+    paired: int = 0
+    """Head width if the rows are stored as interleaved rotary pairs, else 0."""
+
+    def read_rows(self, start: int, stop: int, out: Tensor) -> None:
+        if not self.paired:
+            out.copy_(self._stored_rows(start, stop))
+            return
+        # whole heads: the rows of one head come from all over that head
+        first, last = start // self.paired * self.paired, math.ceil(stop / self.paired) * self.paired
+        stored = self._stored_rows(first, last)
+        place = torch.empty_like(stored)
+        place[pair_order(last - first, self.paired)] = stored
+        out.copy_(place[start - first : stop - first])
+
+    def _stored_rows(self, start: int, stop: int) -> Tensor:
+        offset, shape = self.offset + start * self.row_bytes, (stop - start, *self.shape[1:])
+        if self.ggml_type in FLOATS:
+            rows = torch.empty(shape, dtype=self.dtype)
+            self.file.read_tensor(offset, rows)
+            return rows
+        data = np.empty((stop - start, self.row_bytes), dtype=np.uint8)
+        self.file.read_into(offset, data.data.cast("B"))
+        return torch.from_numpy(_dequantize(data, self.ggml_type)).view(shape)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Read the header of a GGUF file; no weights yet.
+
+    Raises:
+        CheckpointError: damaged, not a Llama, of a type that cannot be dequantised, or the extra `gguf` is missing.
+    """
+    header = read_gguf_header(path)
+    file = FileBytes(path)
+    try:
+        return _open(header, file)
+    except ValueError as error:
+        file.close()
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open(header: GgufHeader, file: FileBytes) -> Checkpoint:
+    row_bytes = {name: _row_bytes(header.path, tensor) for name, tensor in header.tensors.items()}
+    _check_extent(header, row_bytes)
+    divisors = None
+    if ROPE_DIVISORS in header.tensors:
+        stored = header.tensors[ROPE_DIVISORS]
+        if stored.ggml_type != 0 or len(stored.shape) != 1 or stored.shape[0] > 1 << 16:
+            raise CheckpointError(f"{header.path}: {ROPE_DIVISORS} must be a vector of float32")
+        values = torch.empty(stored.shape)
+        file.read_tensor(stored.offset, values)
+        divisors = values.tolist()
+    config = config_from_gguf(header.metadata, {n: t.shape for n, t in header.tensors.items()}, divisors)
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in header.tensors.items():
+        if name == ROPE_DIVISORS:
+            continue
+        paired = 0
+        if ".attn_q." in name or ".attn_k." in name:
+            paired = config.head_width
+            if tensor.shape[0] % paired:
+                raise CheckpointError(f"{header.path}: {name} has {tensor.shape[0]} rows, no multiple of {paired}")
+        dtype = FLOATS.get(tensor.ggml_type, torch.float32)
+        entry = GgufEntry(file, tensor.offset, tensor.shape, tensor.ggml_type, row_bytes[name], dtype, paired)
+        tensors[hf_name(name) or name] = entry
+    return Checkpoint(header.path, config, tensors, files=(file,))
+
+
+def _row_bytes(path: Path, tensor: GgufTensor) -> int:
+    if not 1 <= len(tensor.shape) <= 2 or 0 in tensor.shape:
+        raise CheckpointError(f"{path}: {tensor.name} has shape {list(tensor.shape)}; a Llama has vectors and matrices")
+    inner = tensor.shape[1] if len(tensor.shape) == 2 else 1
+    if tensor.ggml_type in FLOATS:
+        return inner * FLOATS[tensor.ggml_type].itemsize
+    block, size = _block(path, tensor)
+    if len(tensor.shape) == 1 or inner % block:
+        raise CheckpointError(
+            f"{path}: {tensor.name} of shape {list(tensor.shape)} cannot be of GGML type {tensor.ggml_type}, "
+            f"whose blocks hold {block} values of a row"
+        )
+    return inner // block * size
+
+
+def _check_extent(header: GgufHeader, row_bytes: Mapping[str, int]) -> None:
+    spans = sorted((t.offset, t.offset + t.shape[0] * row_bytes[t.name], t.name) for t in header.tensors.values())
+    beyond = [f"{name} (ends at byte {end})" for _, end, name in spans if end > header.size]
+    if beyond:
+        raise CheckpointError(
+            f"{header.path} is truncated: {len(beyond)} tensors lie beyond its {header.size} bytes: {listed(beyond)}"
+        )
+    for (_, end, before), (begin, _, name) in itertools.pairwise(spans):
+        if begin < end:
+            raise CheckpointError(f"{header.path}: {name} begins at byte {begin}, inside {before}, which ends at {end}")
+
+
+def _quants() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError(
+            "this GGUF file is quantised and the package `gguf` is not installed; install llama-core[gguf]"
+        ) from None
+    return gguf
+
+
+def _block(path: Path, tensor: GgufTensor) -> tuple[int, int]:
+    """Values and bytes of a block, after making sure that the type can be dequantised at all."""
+    gguf = _quants()
+    try:
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        _dequantize(np.zeros((1, size), dtype=np.uint8), tensor.ggml_type)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise CheckpointError(f"{path}: {tensor.name} has GGML type {tensor.ggml_type}: {error}") from None
+    return block, size
+
+
+def _dequantize(rows: np.ndarray[Any, Any], ggml_type: int) -> np.ndarray[Any, Any]:
+    gguf = _quants()
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite; that is a value, not a warning
+        values: np.ndarray[Any, Any] = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(ggml_type))
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -1,0 +1,98 @@
+"""A Hugging Face folder: config.json beside one safetensors file, or several and an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint
+from .config import LlamaConfig
+from .errors import CheckpointError, listed
+from .file_bytes import FileBytes
+from .safetensors_file import SafetensorsEntry, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def open_hf(folder: Path) -> Checkpoint:
+    """Read configuration, index and headers of a folder; no weights yet.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the message names it.
+    """
+    try:
+        config = LlamaConfig.from_file(folder)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(str(error)) from None
+    if (folder / INDEX).is_file():
+        return _open_sharded(folder, config)
+    if not (folder / SINGLE).is_file():
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{_what_else(folder)}")
+    file = FileBytes(folder / SINGLE)
+    try:
+        entries, _ = read_header(file)
+    except CheckpointError:
+        file.close()
+        raise
+    return Checkpoint(folder, config, entries, files=(file,))
+
+
+def _what_else(folder: Path) -> str:
+    if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
+        return f"; there are shards ({listed(shards, 3)}) but no index that says what they hold"
+    if list(folder.glob("pytorch_model*.bin")):
+        return "; there are pytorch_model .bin files: convert them to safetensors first"
+    return ""
+
+
+def _open_sharded(folder: Path, config: LlamaConfig) -> Checkpoint:
+    weight_map = _read_index(folder / INDEX)
+    names = sorted(set(weight_map.values()))
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder / INDEX} names {len(absent)} files that are not there: {listed(absent)}")
+    files: list[FileBytes] = []
+    faults: list[str] = []
+    tensors: dict[str, SafetensorsEntry] = {}
+    try:
+        headers = {}
+        for name in names:
+            files.append(FileBytes(folder / name))
+            headers[name], _ = read_header(files[-1])
+        for name, shard in weight_map.items():
+            if name in headers[shard]:
+                tensors[name] = headers[shard][name]
+        lost = [f"{name} in {shard}" for name, shard in weight_map.items() if name not in headers[shard]]
+        if lost:
+            faults.append(f"{len(lost)} named by the index and not in their file: {listed(lost)}")
+        loose = [f"{name} in {shard}" for shard, header in headers.items() for name in header if name not in weight_map]
+        if loose:
+            faults.append(f"{len(loose)} in a file and not in the index: {listed(loose)}")
+    except CheckpointError:
+        for file in files:
+            file.close()
+        raise
+    return Checkpoint(folder, config, tensors, faults, files)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} must hold an object 'weight_map' of tensor name → file name")
+    bad = [shard for shard in weight_map.values() if not _plain_name(shard)]
+    if bad:
+        raise CheckpointError(
+            f"{path}: weight_map must name .safetensors files of the same folder, not {listed(bad, 3)}"
+        )
+    return weight_map
+
+
+def _plain_name(shard: Any) -> bool:
+    return isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\:\0")

@@ -1,0 +1,71 @@
+"""`load_model`: whatever a Llama comes in, to a ready model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .checkpoint import Checkpoint, check, check_tied_head, fill, stored_dtype
+from .errors import CheckpointError
+from .gguf_weights import open_gguf
+from .hf_checkpoint import open_hf
+from .model import Llama
+from .ops import Ops
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", ops: Ops | None = None
+) -> Llama:
+    """Load a model from a Hugging Face folder or a `.gguf` file, in evaluation mode.
+
+    Weights go straight onto `device` in `dtype`, piece by piece: beside the model itself only a few megabytes are
+    used. The result shares nothing with the files.
+
+    Args:
+        path: folder with config.json and safetensors, or a GGUF file.
+        dtype: of the weights; `None` keeps the file's (the one of most elements; float32 for quantised GGUF).
+        device: where the weights go.
+        ops: the operations the model computes with, plain torch by default.
+
+    Raises:
+        CheckpointError: a `ValueError` whose message lists everything missing, unexpected, misshapen or damaged.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+    checkpoint = open_checkpoint(path)
+    try:
+        check(checkpoint)
+        with torch.device("meta"):
+            model = Llama(checkpoint.config, ops)
+        model = model.to(dtype or stored_dtype(checkpoint)).to_empty(device=device)
+        fill(checkpoint, dict(model.named_parameters()))
+        if checkpoint.config.tie_word_embeddings:
+            check_tied_head(checkpoint, model.get_parameter("model.embed_tokens.weight"))
+    finally:
+        checkpoint.close()
+    return model.eval()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open whatever lies at `path` and read its headers; close it after use.
+
+    Raises:
+        CheckpointError: nothing there, nothing known, or a damaged header.
+    """
+    path = Path(path)
+    if path.is_file():
+        with open(path, "rb") as file:
+            magic = file.read(4)
+        if path.suffix == ".gguf" or magic == b"GGUF":
+            return open_gguf(path)
+        raise CheckpointError(f"{path} is no GGUF file; give a GGUF file or a folder with config.json")
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return open_hf(path)
+        if ggufs := sorted(path.glob("*.gguf")):
+            raise CheckpointError(f"{path} holds GGUF files; name one of them, for example {ggufs[0]}")
+        raise CheckpointError(f"{path} holds no config.json")
+    raise CheckpointError(f"{path} does not exist")
