@@ -43,7 +43,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bo
 
     Returns:
         (B, S, H, D).
+
+    Raises:
+        ValueError: `causal` with S ≠ T.
     """
+    if causal and q.shape[1] != k.shape[1]:  # torch would anchor the triangle at the top left
+        raise ValueError(f"causal attention over {q.shape[1]} queries and {k.shape[1]} keys needs a mask")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -56,6 +61,8 @@ def plain_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     The oracle of every other implementation: it holds all S² scores.
     """
     batch, length, heads, width = q.shape
+    if k.shape[1] != length:
+        raise ValueError(f"causal attention wants as many keys as queries; there are {k.shape[1]} and {length}")
     q_BKGSD = q.view(batch, length, k.shape[2], -1, width).permute(0, 2, 3, 1, 4)
     k_BK1TD, v_BK1TD = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
     scores = q_BKGSD @ k_BK1TD.transpose(-1, -2) / math.sqrt(width)
@@ -91,13 +98,15 @@ class PackedAttend:
     """Causal attention that stays inside documents packed into one row.
 
     Args:
-        document_ids: (B, S), the same number within a document; use `positions_from_documents` beside it.
+        document_ids: (B, S), the same number within a document and another one in its neighbours; use
+            `positions_from_documents` beside it.
     """
 
     def __init__(self, document_ids: Tensor) -> None:
-        length = document_ids.shape[1]
-        before = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-        self.mask = (before & (document_ids[:, :, None] == document_ids[:, None, :])).unsqueeze(1)
+        document = _starts(document_ids).cumsum(-1)  # a number used again later in the row is another document
+        length = document.shape[1]
+        before = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
+        self.mask = (before & (document[:, :, None] == document[:, None, :])).unsqueeze(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, mask=self.mask)
@@ -110,7 +119,15 @@ def positions_from_mask(attention_mask: Tensor) -> Tensor:
 
 def positions_from_documents(document_ids: Tensor) -> Tensor:
     """(B, S) document numbers → (B, S) int64 positions that start at 0 in every document."""
-    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = _starts(document_ids)
+    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return index - torch.where(starts, index, 0).cummax(-1).values
+
+
+def _starts(document_ids: Tensor) -> Tensor:
+    """(B, S) document numbers → (B, S), True at the first token of every document."""
+    if document_ids.dim() != 2:
+        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; (batch, sequence) is wanted")
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(-1).values
+    return starts

@@ -51,6 +51,13 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        for name in _BOOLEAN:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} is {value!r}; it must be a number")
         for name in _POSITIVE:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -62,7 +69,7 @@ class LlamaConfig:
                     f"{self.num_attention_heads}; give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_width < 2 or self.head_width % 2:
+        if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim!r}; rotary positions need an even number of at least 2")
         assert self.num_key_value_heads is not None
         if self.num_attention_heads % self.num_key_value_heads:
@@ -72,17 +79,20 @@ class LlamaConfig:
             )
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act is {self.hidden_act!r}; a Llama uses 'silu'")
-        if not 0 <= self.attention_dropout < 1:
-            raise ValueError(f"attention_dropout is {self.attention_dropout}; the range is 0 to below 1")
-        if self.attention_dropout:
+        if self.attention_dropout != 0:
             raise ValueError(f"attention_dropout is {self.attention_dropout}; only 0 is supported")
         if not 0 < self.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}; the range is above 0 to below 1")
         if not 0 <= self.initializer_range < float("inf"):
             raise ValueError(f"initializer_range is {self.initializer_range}; it must be 0 or more")
+        if not isinstance(self.rope, RopeConfig):
+            raise ValueError(f"rope is {self.rope!r}; it must be a RopeConfig")
         eos: object = self.eos_token_id
         if isinstance(eos, list | tuple):  # a list, as JSON gives it, would make the configuration unhashable
             object.__setattr__(self, "eos_token_id", tuple(eos))
+        for name, ids in (("eos_token_id", self.eos_token_ids), *((n, (getattr(self, n),)) for n in _IDS)):
+            if any(isinstance(i, bool) or not isinstance(i, int | None) for i in ids):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a token id (a whole number) or null")
 
     @property
     def kv_heads(self) -> int:
@@ -100,7 +110,7 @@ class LlamaConfig:
     def eos_token_ids(self) -> tuple[int, ...]:
         """All end-of-sequence ids, possibly none."""
         eos = self.eos_token_id
-        return () if eos is None else (eos,) if isinstance(eos, int) else eos
+        return () if eos is None else eos if isinstance(eos, tuple) else (eos,)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -116,9 +126,6 @@ class LlamaConfig:
         known = {key: value for key, value in config.items() if key in names}
         for key in [key for key, value in known.items() if value is None and key not in _NULLABLE]:
             del known[key]  # null means: the default
-        for key, value in known.items():
-            if isinstance(_BOOLEAN.get(key), bool) and not isinstance(value, bool):
-                raise ValueError(f"{key} is {value!r}; it must be true or false")
         extra = {key: value for key, value in config.items() if key not in names and key not in _ROPE_KEYS}
         return cls(**known, rope=RopeConfig.from_hf(config), extra=extra)
 
@@ -158,7 +165,11 @@ class LlamaConfig:
             raise ValueError(f"{path}: {error}") from None
 
     def replace(self, **changes: Any) -> LlamaConfig:
-        """A copy with some keys changed and checked anew. Derived widths follow unless they were explicit."""
+        """A copy with some keys changed and checked anew.
+
+        A head width of hidden_size / num_attention_heads and a number of key/value heads equal to that of query
+        heads are taken as derived: they follow, unless `changes` names them.
+        """
         derived = self.hidden_size // self.num_attention_heads
         if (
             "head_dim" not in changes
@@ -166,6 +177,8 @@ class LlamaConfig:
             and {"hidden_size", "num_attention_heads"} & set(changes)
         ):
             changes["head_dim"] = None
+        if self.num_key_value_heads == self.num_attention_heads and "num_attention_heads" in changes:
+            changes.setdefault("num_key_value_heads", None)
         return replace(self, **changes)
 
 
@@ -179,4 +192,6 @@ _POSITIVE = (
     "max_position_embeddings",
 )
 _NULLABLE = ("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp")
-_BOOLEAN = {f.name: f.default for f in fields(LlamaConfig) if isinstance(f.default, bool)}
+_BOOLEAN = tuple(f.name for f in fields(LlamaConfig) if isinstance(f.default, bool))
+_NUMBERS = ("initializer_range", "rms_norm_eps", "attention_dropout")
+_IDS = ("bos_token_id", "pad_token_id")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _CELL_BITS = 12
 _OFFSET_BITS = 24
-_CHUNK = 1 << 22  # elements drawn at a time, so that temporaries stay small beside the weights
+_CHUNK = 1 << 18  # elements drawn at a time: temporaries stay small beside the weights, and in the cache
 
 
 @torch.no_grad()
@@ -44,7 +45,9 @@ def init_weights(model: Llama, seed: int) -> None:
         elif name.endswith("bias"):
             parameter.fill_(0.0)
         else:
-            fill_normal(parameter, name, seed, std, parameter.shape, [0] * parameter.dim())
+            tied = name == "lm_head.weight" and model.config.tie_word_embeddings
+            key_name = "model.embed_tokens.weight" if tied else name  # a last pipeline stage has the head alone
+            fill_normal(parameter, key_name, seed, std, parameter.shape, [0] * parameter.dim())
 
 
 def fill_normal(
@@ -65,12 +68,14 @@ def fill_normal(
     stride = global_shape[-1]
     row0, column0 = ([0] * (2 - out.dim()) + list(offsets))[:2]
     key = _key(name, seed)
+    low, width = (torch.tensor(x, dtype=torch.float32, device=out.device) for x in _cells())
     columns = torch.arange(column0, column0 + block.shape[1], dtype=torch.int64, device=out.device)
     step = max(1, _CHUNK // max(1, block.shape[1]))
     for start in range(0, block.shape[0], step):
         rows = torch.arange(start, min(start + step, block.shape[0]), dtype=torch.int64, device=out.device)
         index = (rows.unsqueeze(1) + row0) * stride + columns
-        block[start : start + len(rows)] = (_standard_normal(index, key) * std).to(out.dtype)
+        bits = _mix(index, key)
+        block[start : start + len(rows)] = (_standard_normal(bits, low, width) * std).to(out.dtype)
 
 
 def _key(name: str, seed: int) -> int:
@@ -78,16 +83,11 @@ def _key(name: str, seed: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _standard_normal(index: Tensor, key: int) -> Tensor:
-    """int64 indices → float32 draws of N(0, 1)."""
-    bits = _mix(index, key)
-    cell = (bits >> (64 - _CELL_BITS)) & (
-        (1 << _CELL_BITS) - 1
-    )  # masked: the shift of a signed integer copies its sign
-    place = (bits >> 8) & ((1 << _OFFSET_BITS) - 1)
-    table = torch.tensor(_quantiles(), dtype=torch.float32, device=index.device)
-    low, high = table[cell], table[cell + 1]
-    return low + (high - low) * (place.to(torch.float32) * 2.0**-_OFFSET_BITS)
+def _standard_normal(bits: Tensor, low: Tensor, width: Tensor) -> Tensor:
+    """64 random bits per element → float32 draws of N(0, 1); low and width describe the cells."""
+    cell = _shift(bits, 64 - _CELL_BITS)
+    place = ((bits >> 8) & ((1 << _OFFSET_BITS) - 1)).to(torch.float32) * 2.0**-_OFFSET_BITS  # in [0, 1)
+    return low[cell] + width[cell] * place
 
 
 def _mix(index: Tensor, key: int) -> Tensor:
@@ -99,6 +99,7 @@ def _mix(index: Tensor, key: int) -> Tensor:
 
 
 def _shift(z: Tensor, by: int) -> Tensor:
+    """Logical shift to the right; the mask drops the copies of the sign that an arithmetic shift brings in."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -107,10 +108,10 @@ def _signed(value: int) -> int:
 
 
 @cache
-def _quantiles() -> list[float]:
-    """Borders of the 2¹² equally likely cells of N(0, 1), the two open ends closed at 4.17 deviations."""
-    cells = 1 << _CELL_BITS
+def _cells() -> tuple[list[float], list[float]]:
+    """Lower borders and widths of the 2¹² equally likely cells of N(0, 1); the two open ends close at 4.17."""
+    count = 1 << _CELL_BITS
     normal = NormalDist()
-    inner = [normal.inv_cdf(i / cells) for i in range(1, cells)]
-    end = normal.inv_cdf(1 - 1 / (16 * cells))
-    return [-end, *inner, end]
+    end = normal.inv_cdf(1 - 1 / (16 * count))
+    borders = [-end, *(normal.inv_cdf(i / count) for i in range(1, count)), end]
+    return borders[:-1], [high - low for low, high in pairwise(borders)]

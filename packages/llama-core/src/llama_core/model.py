@@ -153,7 +153,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, ops: Ops | None = None, attend: Attend = causal_attend) -> None:
         super().__init__()
         self.config = config
-        self.ops = ops or Ops()
+        self.ops = Ops() if ops is None else ops
         self.attend = attend
         self.model = LlamaModel(config, self.ops)
         self.lm_head: Linear | None = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -171,8 +171,18 @@ class Llama(nn.Module):
 
         Returns:
             (B, S, E). `logits` turns them into scores; `ops.linear_cross_entropy` into a loss without the scores.
+
+        Raises:
+            ValueError: tokens or positions of another shape.
         """
-        out: Tensor = self.model(tokens, positions, attend or self.attend)
+        if self.model.embed_tokens is not None and tokens.dim() != 2:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; (batch, sequence) is wanted")
+        rows, length = tokens.shape[:2]
+        if positions is not None and positions.shape not in ((rows, length), (1, length)):
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}; ({rows}, {length}) or (1, {length}) is wanted"
+            )
+        out: Tensor = self.model(tokens, positions, self.attend if attend is None else attend)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

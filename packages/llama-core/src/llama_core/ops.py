@@ -30,6 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         (..., E) in x's dtype. The statistics are float32 (float64 for float64): in half precision the square of
         300 is already infinite.
     """
+    if x.dtype == weight.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)  # the lines below in one call, with fewer passes over memory
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight.to(wide.dtype) * scaled).to(x.dtype)
@@ -91,7 +93,8 @@ def linear_cross_entropy(
         A scalar, or (...) for "none". With every row ignored it is 0 and gradients are zero.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, or a target outside [0, V).
+        ValueError: shapes that do not fit, targets that are not int64, an unknown reduction, or, on the CPU, a
+            target outside [0, V) (a GPU would have to wait for the answer; there it is an assertion of the device).
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
@@ -100,24 +103,24 @@ def linear_cross_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
             "do not fit: (..., E), (V, E), (...) are wanted"
         )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets are {targets.dtype}; torch.int64 is wanted")
     logits = F.linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = targets != ignore_index
-    labels = torch.where(counted, targets, 0)
-    if (
-        targets.device.type == "cpu"
-        and labels.numel()
-        and not 0 <= int(labels.min()) <= int(labels.max()) < len(weight)
-    ):
-        raise ValueError(
-            f"a target is outside [0, {len(weight)}): smallest {int(labels.min())}, largest {int(labels.max())} "
-            f"(rows with {ignore_index} are ignored)"
-        )
-    log_z = torch.logsumexp(logits, dim=-1)
-    losses = log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if targets.device.type == "cpu" and targets.numel():
+        low, high = (int(x) for x in torch.where(counted, targets, 0).aminmax())
+        if low < 0 or high >= len(weight):
+            raise ValueError(
+                f"a target is outside [0, {len(weight)}): smallest {low}, largest {high} "
+                f"(rows with {ignore_index} are ignored)"
+            )
+    rows = logits.reshape(-1, len(weight))
+    losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=ignore_index, reduction="none")
+    losses = losses.view(targets.shape)
     if z_loss:
-        losses = losses + z_loss * log_z.square()
-    losses = torch.where(counted, losses, 0.0)
+        log_z = torch.logsumexp(logits, dim=-1)
+        losses = losses + z_loss * torch.where(counted, log_z.square(), 0.0)
     if reduction == "none":
         return losses
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()

@@ -23,11 +23,12 @@ class Packable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._packed: tuple[Tensor, Tensor | None] | None = None
+        self._views: tuple[tuple[Tensor, Tensor | None], ...] = ()
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (..., E) → one output (..., rows) for each name in `packs`."""
         layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
-        if self._packed is None:
+        if self._packed is None or not self._is_packed(layers):
             return tuple(layer(x) for layer in layers)
         weight, bias = self._packed
         joined = F.linear(x, weight, bias)
@@ -35,8 +36,15 @@ class Packable(nn.Module):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Join the weights (and biases); the layers' parameters become views, without gradients."""
+        """Join the weights (and biases); the layers' parameters become views, without gradients.
+
+        Raises:
+            ValueError: a layer that is not an ordinary `nn.Linear` (quantised, or with an adapter around it).
+        """
         layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
+        for name, layer in zip(self.packs, layers, strict=True):
+            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+                raise ValueError(f"{name} is a {type(layer).__name__}; only ordinary linear layers can be joined")
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
         row = 0
@@ -47,12 +55,25 @@ class Packable(nn.Module):
                 layer.bias = nn.Parameter(bias[rows], requires_grad=False)
             row = rows.stop
         self._packed = weight, bias
+        self._views = tuple((layer.weight, layer.bias) for layer in layers)
+
+    def _is_packed(self, layers: list[nn.Linear]) -> bool:
+        """Whether the parameters are still the views: a layer may have been replaced or assigned to since."""
+        return all(
+            layer.weight is weight and layer.bias is bias
+            for layer, (weight, bias) in zip(layers, self._views, strict=True)
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Packable:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._packed is not None:  # a move or cast has cut the views loose from the joined matrix
             self.pack()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._packed is not None:  # deepcopy has copied each view by itself
+            self.pack()
 
 
 def pack_projections(model: nn.Module) -> None:

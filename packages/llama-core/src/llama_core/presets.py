@@ -1,4 +1,4 @@
-"""Shapes of the published Llamas, by name."""
+"""Shapes of the published Llamas, by name; token ids are those of the base models, not of the chat variants."""
 
 from __future__ import annotations
 
@@ -35,15 +35,12 @@ _L2 = {"max_position_embeddings": 4096}
 _L3 = {"max_position_embeddings": 8192, "rope": RopeConfig(rope_theta=500000.0), "bos_token_id": 128000}
 _L3 |= {"eos_token_id": 128001}
 _L31 = {**_L3, "max_position_embeddings": 131072, "rope": _llama3(8.0)}
-_L32 = {
-    **_L31,
-    "rope": _llama3(32.0),
-    "tie_word_embeddings": True,
-}  # 32, not 8: Meta's params.json does not say it
-_SMOL = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True, "initializer_range": 1 / 24}
+_L32 = {**_L31, "rope": _llama3(32.0), "tie_word_embeddings": True}  # 32, not 8: Meta's params.json does not say it
+_SMOL = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
 _SMOL1 = {**_SMOL, "max_position_embeddings": 2048, "rope": RopeConfig(rope_theta=10000.0)}
 _SMOL2 = {**_SMOL, "max_position_embeddings": 8192, "rope": RopeConfig(rope_theta=100000.0)}
-_SMOL2_BIG = {**_SMOL2, "rope": RopeConfig(rope_theta=130000.0), "bos_token_id": 1, "eos_token_id": 2}
+_SMOL2_SMALL = {**_SMOL2, "initializer_range": 1 / 24}  # 1 / sqrt(576)
+_SMOL2_BIG = {**_SMOL2, "rope": RopeConfig(rope_theta=130000.0)}
 
 PRESETS: dict[str, LlamaConfig] = {
     "tiny": _shape(32, 64, 2, 4, 2, 128, max_position_embeddings=64),
@@ -62,7 +59,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "smollm-135m": _shape(576, 1536, 30, 9, 3, 49152, **_SMOL1),
     "smollm-360m": _shape(960, 2560, 32, 15, 5, 49152, **_SMOL1),
     "smollm-1.7b": _shape(2048, 8192, 24, 32, 32, 49152, **_SMOL1),
-    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 49152, **_SMOL2),
+    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 49152, **_SMOL2_SMALL),
     "smollm2-360m": _shape(960, 2560, 32, 15, 5, 49152, **_SMOL2),
     "smollm2-1.7b": _shape(2048, 8192, 24, 32, 32, 49152, **_SMOL2_BIG),
 }

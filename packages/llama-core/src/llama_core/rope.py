@@ -54,9 +54,7 @@ def _yarn(plain: list[float], config: LlamaConfig) -> list[float]:
     assert rope.factor is not None
     original = rope.original_max_position_embeddings or config.max_position_embeddings
 
-    def pair_that_turns(
-        rotations: float,
-    ) -> float:  # index of the pair that turns so often within the context
+    def pair_that_turns(rotations: float) -> float:  # index of the pair that turns so often within the context
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low = pair_that_turns(32.0 if rope.beta_fast is None else rope.beta_fast)

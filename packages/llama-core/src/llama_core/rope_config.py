@@ -6,6 +6,7 @@ Hugging Face has written this in three ways: `rope_theta` beside `rope_scaling: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,23 +67,31 @@ class RopeConfig:
             if name == "truncate":
                 if not isinstance(value, bool):
                     raise ValueError(f"rope key 'truncate' is {value!r}; it must be true or false")
-            elif isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"rope key {name!r} is {value!r}; it must be a number")
-        if not 0 < self.rope_theta < float("inf"):
-            raise ValueError(f"rope_theta is {self.rope_theta}; it must be positive and finite")
-        if self.factor is not None and not 1.0 <= self.factor < float("inf"):
-            raise ValueError(f"rope factor is {self.factor}; it must be at least 1 and finite")
+            elif name == "original_max_position_embeddings":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ValueError(f"rope key {name!r} is {value!r}; it must be a whole number of at least 1")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"rope key {name!r} is {value!r}; it must be a finite number")
+        if not self.rope_theta > 1:
+            raise ValueError(f"rope_theta is {self.rope_theta}; it must be above 1")
+        if self.factor is not None and self.factor < 1:
+            raise ValueError(f"rope factor is {self.factor}; it must be at least 1")
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and not 0 < low < high:
             raise ValueError(f"low_freq_factor {low} and high_freq_factor {high} must satisfy 0 < low < high")
-        original = self.original_max_position_embeddings
-        if original is not None and original < 1:
-            raise ValueError(f"original_max_position_embeddings is {original}; it must be at least 1")
+        fast = 32.0 if self.beta_fast is None else self.beta_fast
+        slow = 1.0 if self.beta_slow is None else self.beta_slow
+        if not 0 < slow <= fast:
+            raise ValueError(f"beta_slow {slow} and beta_fast {fast} must satisfy 0 < slow <= fast")
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ValueError(f"attention_factor is {self.attention_factor}; it must be above 0")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
         """Read the block out of a whole HF config dictionary, in v4 or v5 spelling."""
-        theta = config.get("rope_theta")
+        theta, original = config.get("rope_theta"), config.get("original_max_position_embeddings")
+        if config.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(f"partial_rotary_factor is {config['partial_rotary_factor']}; only 1 is supported")
         blocks = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
         parsed = [cls._parse(name, block, theta) for name, block in blocks.items() if block is not None]
         if len(parsed) == 2 and parsed[0] != parsed[1]:
@@ -91,6 +100,12 @@ class RopeConfig:
                 "of the same config contradict each other; keep one"
             )
         if parsed:
+            inner = parsed[0].original_max_position_embeddings
+            if original is not None and parsed[0].rope_type in ("llama3", "yarn") and original != inner:
+                raise ValueError(
+                    f"original_max_position_embeddings is {original} at the top and {inner} in the rope block; keep one, "
+                    "in the block"
+                )
             return parsed[0]
         return cls() if theta is None else cls(rope_theta=theta)
 
@@ -107,8 +122,8 @@ class RopeConfig:
         old, new = rest.pop("type", None), rest.pop("rope_type", None)
         if old is not None and new is not None and old != new:
             raise ValueError(f"{name} names two kinds: type {old!r} and rope_type {new!r}")
-        if rest.pop("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            raise ValueError(f"{name}: partial_rotary_factor other than 1 is not supported")
+        if rest.pop("partial_rotary_factor", None) not in (None, 1):
+            raise ValueError(f"{name} has partial_rotary_factor {block['partial_rotary_factor']}; only 1 is supported")
         inner = rest.pop("rope_theta", None)
         if inner is not None and theta is not None and inner != theta:
             raise ValueError(f"rope_theta is {theta} at the top and {inner} in {name}; keep one")
