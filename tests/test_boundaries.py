@@ -128,6 +128,8 @@ def test_imports_are_declared(package: str) -> None:
 
 
 def test_undeclared_import_is_seen() -> None:
-    code = "import os\nimport torch.nn\nfrom llama_core import model\nfrom . import rope\nif os.sep:\n    import requests.api"
+    lines = ["import os", "import torch.nn", "from llama_core import model", "from . import rope"]
+    hidden = ["def late():", "    import requests.api"]
+    code = "\n".join(lines + hidden)
     assert undeclared("llama-core", code) == {"requests"}
     assert undeclared("llama-kernels", code) == {"requests", "llama_core"}
