@@ -25,7 +25,7 @@ class ModelConfig:
     """Shape of the model: a preset, explicit numbers, or a preset with some numbers changed."""
 
     preset: str | None = None
-    """Name of a preset of llama_core, such as SmolLM2-135M; unset means the numbers below are all of it."""
+    """Name of a preset of llama_core, such as smollm2-135m; unset means the numbers below are all of it."""
     hidden_size: int | None = None
     """Width of the residual stream."""
     intermediate_size: int | None = None
@@ -129,7 +129,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         rate = self.learning_rate
         require(_finite_and(rate, rate > 0), "optimizer.learning_rate", rate, "above 0")
-        require(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "two numbers from 0 to below 1")
+        require(
+            all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "two numbers from 0 to below 1"
+        )
         require(_finite_and(self.eps, self.eps > 0), "optimizer.eps", self.eps, "above 0")
         for name in ("weight_decay", "max_grad_norm"):
             value = getattr(self, name)
@@ -224,6 +226,8 @@ class TrainConfig:
     """Fixes initial weights, order of the data and the text sample."""
     kernels: Literal["auto", "plain"] = "auto"
     """auto takes llama_kernels on a GPU; plain is readable PyTorch everywhere."""
+    attention: Literal["auto", "sdpa", "plain"] = "auto"
+    """auto and sdpa take PyTorch's fused attention; plain is the formula, which keeps every score."""
     compile: bool = False
     """Whether torch.compile is applied to every layer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -238,5 +242,5 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         usable = bool(self.name) and not set(self.name) & set('/\\:*?"<>|') and self.name not in (".", "..")
-        require(usable, "name", self.name, "a file name, with none of / \\ : * ? \" < > |")
+        require(usable, "name", self.name, 'a file name, with none of / \\ : * ? " < > |')
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")

@@ -41,6 +41,8 @@ def read_tokens(path: Path) -> TokenArray:
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is not a whole token file: {error}") from None
     if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
-        raise ValueError(f"{path} holds {array.ndim}-dimensional {array.dtype}; token ids are one row of uint16 or uint32")
+        raise ValueError(
+            f"{path} holds {array.ndim}-dimensional {array.dtype}; token ids are one row of uint16 or uint32"
+        )
     tokens: TokenArray = array
     return tokens

@@ -1,0 +1,88 @@
+"""From settings to objects: device, dtype, operations, model."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from llama_core import (
+    Llama,
+    LlamaConfig,
+    Ops,
+    RopeConfig,
+    causal_attend,
+    compile_layers,
+    init_weights,
+    plain_attend,
+    preset,
+    set_activation_checkpointing,
+)
+
+from .config import ModelConfig, TrainConfig
+
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """The settings with "auto" replaced by what this machine has.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ValueError("device is 'cuda'; this machine has no GPU that PyTorch can use: leave it out, or say 'cpu'")
+    device = config.device if config.device != "auto" else "cuda" if has_gpu else "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    return replace(config, device=device, dtype=dtype)
+
+
+def model_config(
+    config: ModelConfig, *, vocab_size: int, sequence_length: int, bos_id: int | None, eos_id: int | None
+) -> LlamaConfig:
+    """The model's shape. Vocabulary and special tokens are those of the tokenizer.
+
+    Raises:
+        ValueError: an unknown preset, a number missing, or numbers that do not fit together.
+    """
+    given = {item.name: getattr(config, item.name) for item in fields(config) if item.name != "preset"}
+    given = {key: value for key, value in given.items() if value is not None}
+    theta = given.pop("rope_theta", None)
+    tokens: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": bos_id, "eos_token_id": eos_id}
+    if config.preset is not None:
+        base = preset(config.preset)
+        rope = base.rope if theta is None else replace(base.rope, rope_theta=theta)
+        return base.replace(**given, **tokens, rope=rope)
+    missing = [f"model.{name}" for name in _NEEDED if name not in given]
+    if missing:
+        raise ValueError(f"the model's shape is not given: set model.preset, or {', '.join(missing)}")
+    given.setdefault("max_position_embeddings", sequence_length)
+    rope = RopeConfig() if theta is None else RopeConfig(rope_theta=theta)
+    return LlamaConfig(**given, **tokens, rope=rope)
+
+
+def choose_ops(kernels: str, device: torch.device) -> Ops:
+    """llama_kernels' operations for a GPU with kernels = "auto"; the plain ones otherwise."""
+    if kernels == "auto" and device.type == "cuda":
+        import llama_kernels  # here: a CPU run needs no Triton
+
+        make = getattr(llama_kernels, "ops", None)
+        if make is not None:
+            fast: Ops = make(device)  # the same fields, another class: neither package imports the other
+            return fast
+    return Ops()
+
+
+def build_model(shape: LlamaConfig, config: TrainConfig, device: torch.device) -> Llama:
+    """A model with fresh weights on the device, in the dtype asked for, ready to train."""
+    attend = plain_attend if config.attention == "plain" else causal_attend
+    with torch.device("meta"):
+        model = Llama(shape, ops=choose_ops(config.kernels, device), attend=attend)
+    model = model.to(getattr(torch, config.dtype)).to_empty(device=device)
+    init_weights(model, seed=config.seed)
+    set_activation_checkpointing(model, config.activation_checkpointing)
+    if config.compile:
+        compile_layers(model)
+    return model

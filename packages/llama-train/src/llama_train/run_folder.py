@@ -1,0 +1,110 @@
+"""The folder of a run: what lies where, and when a folder that exists may be used again. Nothing of it is ever
+deleted here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import list_checkpoints
+from .config import TrainConfig
+from .config_file import dump_config, load_config
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths within a run folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings; `llama-train run` on it repeats the run."""
+        return self.path / "config.toml"
+
+    @property
+    def data(self) -> Path:
+        """Tokenizer and token files."""
+        return self.path / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints, a folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The figures of the console lines, one JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def export(self) -> Path:
+        """The finished model in Hugging Face's format."""
+        return self.path / "hf"
+
+
+def open_run_folder(config: TrainConfig) -> tuple[RunFolder, list[str]]:
+    """Make the run folder, or check that an existing one is of this run, and write the settings into it.
+
+    Args:
+        config: resolved, that is with no "auto" left in device and dtype.
+
+    Returns:
+        (the folder, settings that differ from those of the last start, a line each).
+
+    Raises:
+        ValueError: the folder exists and may not be used: it is no run folder, `resume` is "never", or its checkpoints
+            are of another model, other data or another seed.
+    """
+    run = RunFolder(Path(config.folder) if config.folder is not None else Path("runs") / config.name)
+    other = "choose another name with --name or another folder with --folder"
+    changes: list[str] = []
+    if run.path.exists() and not run.path.is_dir():
+        raise ValueError(f"{run.path} is a file, not a run folder: {other}")
+    if run.path.is_dir() and any(run.path.iterdir()):
+        if not run.config.is_file():
+            raise ValueError(f"{run.path} exists and is no run folder (it has no config.toml): {other}")
+        if config.resume == "never":
+            raise ValueError(f"{run.path} exists: continue that run with --resume auto, or {other}")
+        before = load_config(run.config)
+        if list_checkpoints(run.checkpoints):
+            wrong = _differences(_fixed(before), _fixed(config))
+            if wrong:
+                raise ValueError(f"{run.path} holds another run ({'; '.join(wrong)}): set that back, or {other}")
+            changes = _differences(_free(before), _free(config))
+    run.path.mkdir(parents=True, exist_ok=True)
+    temporary = run.config.with_suffix(".tmp")
+    temporary.write_text(dump_config(config), encoding="utf-8")
+    temporary.replace(run.config)
+    return run, changes
+
+
+def _fixed(config: TrainConfig) -> dict[str, object]:
+    """What must not change within a run: the saved numbers would mean something else."""
+    data = config.data
+    return {
+        "seed": config.seed,
+        "dtype": config.dtype,
+        "optimizer.master_weights": config.optimizer.master_weights,
+        **{f"model.{key}": value for key, value in vars(config.model).items()},
+        "data.source": data.source,
+        "data.suffixes": data.suffixes,
+        "data.held_out_fraction": data.held_out_fraction,
+        "data.tokenizer": data.tokenizer,
+        "data.vocab_size": data.vocab_size,
+        "data.sequence_length": data.sequence_length,
+        "data.micro_batch_size * data.gradient_accumulation_steps": data.rows_per_step,
+    }
+
+
+def _free(config: TrainConfig) -> dict[str, object]:
+    """What may change, and is worth a line when it does, because later steps follow the new value."""
+    return {
+        f"{name}.{key}": value
+        for name, section in (("optimizer", config.optimizer), ("schedule", config.schedule))
+        for key, value in vars(section).items()
+    }
+
+
+def _differences(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    return [f"{key} was {before[key]!r}, is {now[key]!r}" for key in before if before[key] != now[key]]

@@ -1,0 +1,70 @@
+"""One optimizer step: the gradient of the mean loss over every unmasked token of all its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_core import Llama
+
+from .batches import Batch
+from .optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss and gradient norm, scalars on the model's device that nothing has waited for, and counted tokens."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    targets: int
+
+
+def training_step(
+    model: Llama, optimizer: Optimizer, micro_batches: Sequence[Batch], learning_rate: float, max_grad_norm: float
+) -> StepResult:
+    """Forward, loss, backward for each micro-batch; then clip and update.
+
+    Where no token at all has a target, the weights and the optimizer stay as they are and the result has
+    `targets == 0`: even a gradient of zero would decay weights and age the moments.
+    """
+    loss, targets = accumulate_gradients(model, micro_batches, optimizer.collect)
+    if targets == 0:
+        optimizer.zero_grad()
+        return StepResult(loss, torch.zeros_like(loss), 0)
+    grad_norm = optimizer.clip(max_grad_norm)
+    optimizer.step(learning_rate)
+    return StepResult(loss, grad_norm, targets)
+
+
+def accumulate_gradients(
+    model: Llama, micro_batches: Sequence[Batch], collect: Callable[[], None] = lambda: None
+) -> tuple[Tensor, int]:
+    """Add to the parameters' gradients those of (sum of token losses) / (unmasked tokens of all micro-batches).
+
+    The divisor is that of the whole step: the mean of the micro-batches' means would weigh a token by how few
+    neighbours it has.
+
+    Args:
+        model: any Llama with an output head.
+        micro_batches: of any sizes.
+        collect: called after each backward pass.
+
+    Returns:
+        (the loss, without gradient; the number of unmasked tokens). With none the loss is 0 and gradients are zero.
+    """
+    assert model.lm_head is not None
+    head = model.lm_head.weight
+    targets = sum(batch.count for batch in micro_batches)
+    total = torch.zeros((), dtype=torch.promote_types(head.dtype, torch.float32), device=head.device)
+    for batch in micro_batches:
+        batch = batch.to(head.device)
+        loss_sum = model.ops.linear_cross_entropy(model(batch.tokens), head, batch.targets, reduction="sum")
+        loss = loss_sum / max(targets, 1)
+        loss.backward()
+        collect()
+        total += loss.detach()
+    return total, targets
