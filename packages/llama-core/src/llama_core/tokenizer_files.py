@@ -1,0 +1,210 @@
+"""Where a tokenizer's parts lie on disk: finding and reading them, and writing them as transformers expects."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from .errors import CheckpointError
+from .generation_config import load_generation_config, read_json_object, token_ids
+from .tokenizer import NAMED_TOKENS, Tokenizer
+
+_LOOKED_FOR = "tokenizer.json, tokenizer.model, or a .gguf file"
+
+
+def find_tokenizer(path: Path) -> Tokenizer:
+    """`load_tokenizer` for a path; see there."""
+    if path.is_file():
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic == b"GGUF" or path.suffix == ".gguf":
+            return _from_gguf(path)
+        return _from_json(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; a tokenizer is a folder or file with {_LOOKED_FOR}")
+    if (path / "tokenizer.json").is_file():
+        return _from_json(path / "tokenizer.json")
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _from_gguf(ggufs[0])
+    also = f"; it holds {len(ggufs)} .gguf files, name one of them" if ggufs else ""
+    raise CheckpointError(f"{path}: no tokenizer found; looked for {_LOOKED_FOR}{also}")
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    from .gguf_file import read_gguf_header
+    from .gguf_tokenizer import tokenizer_from_gguf
+
+    try:
+        return tokenizer_from_gguf(read_gguf_header(path).metadata)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizers object in a tokenizer.json.
+
+    Raises:
+        CheckpointError: not a valid one; the message carries the package's own reason.
+    """
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: is not UTF-8 at byte {error.start}") from None
+    except BaseException as error:  # the package raises a bare Exception, and a panic derives from BaseException only
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise CheckpointError(f"{path}: not a tokenizer.json of the tokenizers package: {error}") from None
+
+
+def _from_json(path: Path) -> Tokenizer:
+    folder = path.parent
+    backend = read_backend(path)
+    config = _optional(folder / "tokenizer_config.json")
+    named = named_tokens(config, _optional(folder / "special_tokens_map.json"), folder / "tokenizer_config.json")
+    _add_missing_tokens(backend, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+    for name, text in list(named.items()):
+        if backend.token_to_id(text) is None:
+            if name in ("bos_token", "eos_token"):
+                raise CheckpointError(f"{folder}: {name} is {text!r}, which {path.name} does not hold")
+            del named[name]  # padding and unknown tokens that were never added are never met either
+    add_bos = config.get("add_bos_token")
+    if add_bos is not None and not isinstance(add_bos, bool):
+        where = folder / "tokenizer_config.json"
+        raise CheckpointError(f"{where}: add_bos_token must be true or false, got {add_bos!r}")
+    try:
+        return Tokenizer(
+            backend,
+            named=named,
+            eos_ids=end_ids(folder),
+            add_bos=add_bos,
+            chat_templates=chat_templates(folder, config),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def named_tokens(config: dict[str, Any], special_map: dict[str, Any], where: Path) -> dict[str, str]:
+    """The texts of the named tokens, each written as a text or as an added token's dict.
+
+    Raises:
+        CheckpointError: written in another way.
+    """
+    named = {}
+    for name in NAMED_TOKENS:
+        value = config.get(name)
+        if value is None:
+            value = special_map.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is not None and not isinstance(text, str):
+            raise CheckpointError(f"{where}: {name} must be a text or an added token, got {value!r}")
+        if text:
+            named[name] = text
+    return named
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, decoder: Any, where: Path) -> None:
+    """Tokens that stand only in tokenizer_config.json's `added_tokens_decoder`, as older exports wrote them."""
+    if not isinstance(decoder, dict):
+        return
+    for key, flags in sorted(decoder.items(), key=lambda item: int(item[0]) if str(item[0]).isdigit() else -1):
+        content = flags.get("content") if isinstance(flags, dict) else None
+        if not str(key).isdigit() or not isinstance(content, str):
+            raise CheckpointError(f"{where}: added_tokens_decoder maps ids to added tokens, got {key!r}: {flags!r}")
+        if backend.token_to_id(content) is None:
+            names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            token = tokenizers.AddedToken(content, **{n: bool(flags[n]) for n in names if n in flags})
+            backend.add_tokens([token])
+        if backend.token_to_id(content) != int(key):
+            raise CheckpointError(
+                f"{where}: added token {content!r} should have id {key}, but tokenizer.json gives it "
+                f"{backend.token_to_id(content)}"
+            )
+
+
+def end_ids(folder: Path) -> list[int]:
+    """End-of-sequence ids of a model folder: generation_config.json's first, then config.json's.
+
+    A generation_config.json that isn't JSON (Llama 3.2 was published with one) gives a warning, not an error: the
+    tokenizer works without it.
+    """
+    ids: list[int] = []
+    try:
+        ids += load_generation_config(folder).eos_token_ids
+    except CheckpointError as error:
+        warnings.warn(f"going on without generation_config.json: {error}", stacklevel=2)
+    config = folder / "config.json"
+    if config.is_file():
+        ids += token_ids(read_json_object(config).get("eos_token_id"), f"{config}: eos_token_id")
+    return ids
+
+
+def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name, from `chat_template.jinja`, `additional_chat_templates/` or tokenizer_config.json. As in
+    transformers, files come before the configuration."""
+    found: dict[str, str] = {}
+    inline = config.get("chat_template")
+    if isinstance(inline, str):
+        found["default"] = inline
+    elif isinstance(inline, list) and all(
+        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+        for item in inline
+    ):
+        found |= {item["name"]: item["template"] for item in inline}
+    elif inline is not None:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of name and template, got "
+            f"{type(inline).__name__}"
+        )
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, path in files.items():
+        try:
+            found[name] = path.read_bytes().decode("utf-8")  # as bytes: line ends are part of the text
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: is not UTF-8 at byte {error.start}") from None
+    return found
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """`Tokenizer.save`; see there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    if tokenizer.adds_bos and tokenizer.bos_id is not None:
+        bos = tokenizer.id_to_token(tokenizer.bos_id)
+        backend.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(
+                    single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_id)]
+                ),
+            ]
+        )
+    backend.save(str(folder / "tokenizer.json"), pretty=True)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.adds_bos,
+        **tokenizer.named,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    for name, source in tokenizer.chat_templates.items():
+        path = folder / "chat_template.jinja"
+        if name != "default":
+            path = folder / "additional_chat_templates" / f"{name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+        path.write_bytes(source.encode("utf-8"))
