@@ -69,7 +69,8 @@ class LlamaConfig:
                     f"{self.num_attention_heads}; give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
+        width: object = self.head_dim
+        if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
             raise ValueError(f"head_dim is {self.head_dim!r}; rotary positions need an even number of at least 2")
         assert self.num_key_value_heads is not None
         if self.num_attention_heads % self.num_key_value_heads:

@@ -71,7 +71,7 @@ class Packable(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._packed is not None:  # deepcopy has copied each view by itself
             self.pack()
 

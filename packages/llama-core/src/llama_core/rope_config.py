@@ -103,8 +103,8 @@ class RopeConfig:
             inner = parsed[0].original_max_position_embeddings
             if original is not None and parsed[0].rope_type in ("llama3", "yarn") and original != inner:
                 raise ValueError(
-                    f"original_max_position_embeddings is {original} at the top and {inner} in the rope block; keep one, "
-                    "in the block"
+                    f"original_max_position_embeddings is {original} at the top and {inner} in the rope block; "
+                    "keep one, in the block"
                 )
             return parsed[0]
         return cls() if theta is None else cls(rope_theta=theta)
