@@ -14,6 +14,7 @@ from .detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
 from .errors import CheckpointError as CheckpointError
 from .generation_config import GenerationConfig as GenerationConfig
 from .generation_config import load_generation_config as load_generation_config
+from .generate import generate_naive as generate_naive
 from .init import init_weights as init_weights
 from .load import load_model as load_model
 from .model import Llama as Llama
@@ -23,5 +24,7 @@ from .presets import PRESETS as PRESETS
 from .presets import preset as preset
 from .recompute import set_activation_checkpointing as set_activation_checkpointing
 from .rope_config import RopeConfig as RopeConfig
+from .sampling import filter_logits as filter_logits
+from .sampling import sample as sample
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
