@@ -141,19 +141,50 @@ class ChatTemplate:
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
-def choose_template(templates: Mapping[str, str], tools: Any) -> str:
-    """The source to use of several named ones: "tool_use" when tools are given, else "default".
+class ChatTemplates:
+    """A tokenizer's templates by name; "default" is the ordinary one."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = dict(sources)
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    def choose(self, wanted: str | None, has_tools: bool) -> ChatTemplate:
+        """The template of that name or with that source; without either, "tool_use" where tools are given, else
+        "default".
+
+        Raises:
+            ValueError: there is no template, no default among them, or it is not valid.
+        """
+        source = self._source(has_tools) if wanted is None else self.sources.get(wanted, wanted)
+        if source not in self._compiled:
+            self._compiled = {source: ChatTemplate(source)}
+        return self._compiled[source]
+
+    def _source(self, has_tools: bool) -> str:
+        if has_tools and "tool_use" in self.sources:
+            return self.sources["tool_use"]
+        if "default" in self.sources:
+            return self.sources["default"]
+        if self.sources:
+            raise ValueError(
+                f"none of the chat templates {sorted(self.sources)} is named 'default'; pass chat_template="
+            )
+        raise ValueError(
+            "this tokenizer has no chat template (looked for chat_template.jinja, chat_template in "
+            "tokenizer_config.json, and tokenizer.chat_template in a GGUF file); pass chat_template=, or use plain text"
+        )
+
+
+def chat_variables(messages: Any, add_generation_prompt: bool, tools: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template sees of the caller's data, as plain JSON types.
 
     Raises:
-        ValueError: there is no template, or no default among them.
+        ValueError: messages of another form, or data that JSON can't hold.
     """
-    if tools is not None and "tool_use" in templates:
-        return templates["tool_use"]
-    if "default" in templates:
-        return templates["default"]
-    if templates:
-        raise ValueError(f"none of the chat templates {sorted(templates)} is named 'default'; pass chat_template=")
-    raise ValueError(
-        "this tokenizer has no chat template (looked for chat_template.jinja, chat_template in tokenizer_config.json, "
-        "and tokenizer.chat_template in a GGUF file); pass chat_template=, or use plain text"
-    )
+    data = {name: plain(value, name) for name, value in others.items()}
+    return data | {
+        "messages": check_messages(messages),
+        "tools": plain(tools, "tools"),
+        "documents": data.get("documents"),
+        "add_generation_prompt": bool(add_generation_prompt),
+    }

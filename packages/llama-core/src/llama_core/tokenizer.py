@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from .chat import ChatTemplate, Message, check_messages, choose_template, plain
+from .chat import ChatTemplates, Message, chat_variables
 from .chat_tokens import ChatEncoder
 from .decoder_stages import build_stages, decoder_of, token_bytes
 from .detokenizer import IncrementalDetokenizer
@@ -38,6 +38,7 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         add_bos: bool | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        extra_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -46,6 +47,7 @@ class Tokenizer:
             eos_ids: further ids that end a text, most important first; the named one is added.
             add_bos: whether `encode` begins with BOS; None: if the backend's post-processor does.
             chat_templates: template sources by name; "default" is the ordinary one.
+            extra_settings: entries of tokenizer_config.json that `save` should write again.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -55,15 +57,13 @@ class Tokenizer:
             if backend.token_to_id(text) is None:
                 raise ValueError(f"{name} is {text!r}, which the vocabulary doesn't hold")
         # as in transformers, a token with a name is special whatever the file's flag says
-        backend.add_special_tokens(
-            [t for t in self.named.values() if t not in {a.content for a in _specials(backend).values()}]
-        )
+        special = {token.content for token in _specials(backend).values()}
+        backend.add_special_tokens([text for text in self.named.values() if text not in special])
         self._special_ids = frozenset(_specials(backend))
-        self._known = frozenset(backend.get_vocab(with_added_tokens=True).values())
-        self.vocab_size = max(self._known, default=-1) + 1
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest id. A model may have more rows than that: they are padding."""
         own = self._named_id("eos_token")
-        self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([] if own is None else [own])]))
+        self.eos_ids = tuple(dict.fromkeys(i for i in (*eos_ids, own) if i is not None))
         """All ids that end a text, the most important first."""
         for token_id in self.eos_ids:
             if not 0 <= token_id < self.vocab_size:
@@ -75,14 +75,13 @@ class Tokenizer:
         if self.bos_id is None and len(prefix) == 1:
             self.bos_id = prefix[0]
         self.pad_id: int | None = self._named_id("pad_token")
-        if add_bos is None:
-            add_bos = self.bos_id is not None and prefix[:1] == [self.bos_id]
-        elif add_bos and self.bos_id is None:
+        self.post_processor_adds_bos = self.bos_id is not None and prefix == [self.bos_id]
+        if add_bos and self.bos_id is None:
             raise ValueError("add_bos is set, but the tokenizer names no bos_token")
-        self.adds_bos = add_bos
+        self.adds_bos = self.post_processor_adds_bos if add_bos is None else add_bos
         """Whether `encode(text)` begins with BOS."""
-        self.chat_templates = dict(chat_templates or {})
-        self._compiled: dict[str, ChatTemplate] = {}
+        self._templates = ChatTemplates(chat_templates or {})
+        self.extra_settings = dict(extra_settings or {})
 
     # --- text to ids
 
@@ -146,7 +145,7 @@ class Tokenizer:
                 return None
             return self._backend.id_to_token(token_id)
 
-        return IncrementalDetokenizer(piece, build_stages(self._decoder), prompt_ids)
+        return IncrementalDetokenizer(piece, build_stages(decoder_of(self._backend)), prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token alone. A token of a SentencePiece vocabulary keeps its leading space; part of a
@@ -155,7 +154,7 @@ class Tokenizer:
         Raises:
             ValueError: an id outside the vocabulary, or not an integer.
         """
-        return token_bytes(self._backend.id_to_token(self._check_id(token_id)) or "", self._decoder)
+        return token_bytes(self._backend.id_to_token(self._check_id(token_id)) or "", decoder_of(self._backend))
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""
@@ -186,7 +185,8 @@ class Tokenizer:
         Raises:
             ValueError: there is no template, or it refuses the messages.
         """
-        template, data = self._chat(messages, add_generation_prompt, tools, chat_template, variables)
+        template = self._templates.choose(chat_template, tools is not None)
+        data = chat_variables(messages, add_generation_prompt, tools, variables)
         return template.render({**self.named, **data})
 
     def encode_chat(
@@ -222,28 +222,19 @@ class Tokenizer:
         encoder = self._chat_encoder(messages, add_generation_prompt, tools, chat_template, variables)
         return encoder.ids_and_mask(frozenset(filter(None, map(self._backend.id_to_token, self.eos_ids))))
 
-    def _chat(
+    def _chat_encoder(
         self, messages: Any, add_generation_prompt: bool, tools: Any, chat_template: str | None, variables: Any
-    ) -> tuple[ChatTemplate, dict[str, Any]]:
-        source = self.chat_templates.get(chat_template, chat_template) if chat_template is not None else None
-        if source is None:
-            source = choose_template(self.chat_templates, tools)
-        if source not in self._compiled:
-            self._compiled = {source: ChatTemplate(source)}
-        data = {name: plain(value, name) for name, value in variables.items()}
-        data |= {
-            "messages": check_messages(messages),
-            "tools": plain(tools, "tools"),
-            "documents": data.get("documents"),
-            "add_generation_prompt": bool(add_generation_prompt),
-        }
-        return self._compiled[source], data
-
-    def _chat_encoder(self, *arguments: Any) -> ChatEncoder:
-        template, data = self._chat(*arguments)
+    ) -> ChatEncoder:
+        template = self._templates.choose(chat_template, tools is not None)
+        data = chat_variables(messages, add_generation_prompt, tools, variables)
         return ChatEncoder(template, self._special, self.named, data)
 
     # --- identity and files
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Template sources by name; empty if the model came without."""
+        return dict(self._templates.sources)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -262,17 +253,13 @@ class Tokenizer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `tokenizer.json`, `tokenizer_config.json` and, if there is one, `chat_template.jinja` into a folder,
         so that `load_tokenizer` and transformers' AutoTokenizer read the same tokenizer."""
-        from .tokenizer_files import save_tokenizer
+        from .tokenizer_save import save_tokenizer
 
         save_tokenizer(self, Path(path))
 
     @cached_property
     def _special(self) -> SpecialText:
         return SpecialText(self._backend)
-
-    @cached_property
-    def _decoder(self) -> dict[str, Any] | None:
-        return decoder_of(self._backend)
 
     def _named_id(self, name: str) -> int | None:
         return self._backend.token_to_id(self.named[name]) if name in self.named else None

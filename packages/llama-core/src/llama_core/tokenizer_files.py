@@ -1,19 +1,19 @@
-"""Where a tokenizer's parts lie on disk: finding and reading them, and writing them as transformers expects."""
+"""Where a tokenizer's parts lie on disk: finding and reading them."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from .errors import CheckpointError
 from .generation_config import load_generation_config, read_json_object, token_ids
 from .tokenizer import NAMED_TOKENS, Tokenizer
 
+# settings that mean nothing here, but must outlive a load and a save
+_KEPT = ("model_max_length", "padding_side", "truncation_side", "additional_special_tokens", "extra_special_tokens")
 _LOOKED_FOR = "tokenizer.json, tokenizer.model, or a .gguf file"
 
 
@@ -37,11 +37,11 @@ def find_tokenizer(path: Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    from .gguf_file import read_gguf_header
+    from .gguf_metadata import read_gguf_metadata
     from .gguf_tokenizer import tokenizer_from_gguf
 
     try:
-        return tokenizer_from_gguf(read_gguf_header(path).metadata)
+        return tokenizer_from_gguf(read_gguf_metadata(path))
     except CheckpointError:
         raise
     except ValueError as error:
@@ -69,8 +69,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 def _from_json(path: Path) -> Tokenizer:
     folder = path.parent
     backend = read_backend(path)
-    config = _optional(folder / "tokenizer_config.json")
-    named = named_tokens(config, _optional(folder / "special_tokens_map.json"), folder / "tokenizer_config.json")
+    config = json_or_empty(folder / "tokenizer_config.json")
+    named = named_tokens(config, json_or_empty(folder / "special_tokens_map.json"), folder / "tokenizer_config.json")
     _add_missing_tokens(backend, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
     for name, text in list(named.items()):
         if backend.token_to_id(text) is None:
@@ -88,12 +88,13 @@ def _from_json(path: Path) -> Tokenizer:
             eos_ids=end_ids(folder),
             add_bos=add_bos,
             chat_templates=chat_templates(folder, config),
+            extra_settings={key: config[key] for key in _KEPT if key in config},
         )
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from None
 
 
-def _optional(path: Path) -> dict[str, Any]:
+def json_or_empty(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
@@ -178,33 +179,3 @@ def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: is not UTF-8 at byte {error.start}") from None
     return found
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """`Tokenizer.save`; see there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    if tokenizer.adds_bos and tokenizer.bos_id is not None:
-        bos = tokenizer.id_to_token(tokenizer.bos_id)
-        backend.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_id)]
-                ),
-            ]
-        )
-    backend.save(str(folder / "tokenizer.json"), pretty=True)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": tokenizer.adds_bos,
-        **tokenizer.named,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    for name, source in tokenizer.chat_templates.items():
-        path = folder / "chat_template.jinja"
-        if name != "default":
-            path = folder / "additional_chat_templates" / f"{name}.jinja"
-            path.parent.mkdir(exist_ok=True)
-        path.write_bytes(source.encode("utf-8"))
