@@ -1,0 +1,77 @@
+"""How one request is to be sampled and when it ends. Names and edge rules are vLLM's where both have the setting.
+
+Imports no torch, so that the command line can show it in `--help`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request.
+
+    Raises:
+        ValueError: a setting outside its range; the message names both.
+    """
+
+    temperature: float = 1.0
+    """0 takes the most probable token; below 1 sharpens, above 1 flattens. At least 0."""
+    top_k: int = 0
+    """Draw from the k most probable tokens only. 0 or -1: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most probable tokens whose probabilities sum to at least this. In (0, 1]."""
+    min_p: float = 0.0
+    """Draw from tokens at least this probable relative to the most probable. In [0, 1]."""
+    seed: int | None = None
+    """Of this request's own generator, whatever runs beside it. None: another draw each time."""
+    max_tokens: int | None = None
+    """The most tokens to produce, at least 1. None: as many as the context has room for."""
+    min_tokens: int = 0
+    """No end token and no stop string counts before so many tokens."""
+    stop: tuple[str, ...] = ()
+    """End before any of these texts; they are not part of the output. One text or several."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End after any of these tokens, beside the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+
+    def __post_init__(self) -> None:
+        # Lists and single values are welcome; tuples keep the object frozen to the bottom.
+        object.__setattr__(self, "stop", _as_tuple(self.stop, str))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids, int))
+        _number("temperature", self.temperature, "a finite number of at least 0", lambda x: x >= 0)
+        _integer("top_k", self.top_k, "0 or -1 (off), or at least 1", lambda x: x >= -1)
+        _number("top_p", self.top_p, "in (0, 1]", lambda x: 0 < x <= 1)
+        _number("min_p", self.min_p, "in [0, 1]", lambda x: 0 <= x <= 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, "from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, "at least 1", lambda x: x >= 1)
+        _integer("min_tokens", self.min_tokens, "at least 0", lambda x: x >= 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens {self.max_tokens}, got {self.min_tokens}")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold texts of at least 1 character, got {text!r}")
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, "token ids of at least 0", lambda x: x >= 0)
+
+
+def _as_tuple(value: object, single: type) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, single) or not isinstance(value, Iterable) else tuple(value)
+
+
+def _number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _integer(name: str, value: object, allowed: str, fits: Callable[[int], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not fits(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
