@@ -62,8 +62,7 @@ def test_v4_file() -> None:
     assert config.eos_token_id == (128001, 128008, 128009) == config.eos_token_ids
     assert config.rope == RopeConfig("llama3", 500000.0, 32.0, 1.0, 4.0, 8192)
     assert config.extra == {
-        key: V4[key]
-        for key in ("_name_or_path", "architectures", "model_type", "torch_dtype", "transformers_version")
+        key: V4[key] for key in ("_name_or_path", "architectures", "model_type", "torch_dtype", "transformers_version")
     }
     hash(config)
 
