@@ -49,6 +49,7 @@ class SpecialText:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()
         self._json = backend.to_str()
+        self._normalizer = backend.normalizer
         self._ids = {token.content: token_id for token_id, token in added.items() if token.special}
         self._flags = {token.content: token for token in added.values()}
         self._index = {content: index for index, content in enumerate(self._ids)}
@@ -77,6 +78,10 @@ class SpecialText:
     def _twin(self, content: str, sentinel: str) -> str:
         return sentinel + chr(_TWINS + self._index[content])
 
+    def _keeps(self, content: str) -> bool:
+        normalizer = self._normalizer
+        return normalizer is None or normalizer.normalize_str(content) == content
+
     def _make_copy(self, sentinel: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         flags = self._flags
         twins = [
@@ -85,7 +90,9 @@ class SpecialText:
                 single_word=False,  # already decided where the twin was put
                 lstrip=flags[content].lstrip,
                 rstrip=flags[content].rstrip,
-                normalized=flags[content].normalized,
+                # a token matched in normalized text can't be found if the normalizer changes its own spelling, as that
+                # of Llama 2's older files does; its twin is found
+                normalized=flags[content].normalized and self._keeps(content),
                 special=False,
             )
             for content in self._ids
@@ -152,11 +159,13 @@ class SpecialText:
         pattern = re.compile(f"(?=({'|'.join(map(re.escape, ordered))}))")
         # inside the token, where no string method of a template is likely to part them (one character has no inside)
         marks = {match.start() + (len(match[1]) > 1) for match in pattern.finditer(text)}
-        lengths = range(1, min(self._longest, len(text) + 1))
-        if any(text[-n:] in self._heads for n in lengths):
-            marks.add(len(text))
-        if any(text[:n] in self._tails for n in lengths):
-            marks.add(0)
+        # at the first and last visible character: templates trim
+        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        lengths = range(1, min(self._longest, end - start + 1))
+        if any(text[end - n : end] in self._heads for n in lengths):
+            marks.add(end)
+        if any(text[start : start + n] in self._tails for n in lengths):
+            marks.add(start)
         edges = sorted({0, len(text)} | marks)
         pieces = [(mark if a in marks else "") + text[a:b] for a, b in itertools.pairwise(edges)]
         return "".join(pieces) + (mark if len(text) in marks else "")
