@@ -26,5 +26,6 @@ from .recompute import set_activation_checkpointing as set_activation_checkpoint
 from .rope_config import RopeConfig as RopeConfig
 from .sampling import filter_logits as filter_logits
 from .sampling import sample as sample
+from .save import save_model as save_model
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer

@@ -6,8 +6,10 @@ are still mapped changes when the file does. `preadv` copies once, from the page
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +17,27 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+
+
+class Scratch:
+    """Memory that one reading thread uses for piece after piece.
+
+    Fresh allocations per piece pile up in the allocator's per-thread arenas: 15% of a 200 MB model were seen.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
+        """A contiguous CPU tensor whose content is undefined; valid until the next call.
+
+        Args:
+            pinned: in page-locked memory, from which copies to a GPU are fast.
+        """
+        count = math.prod(shape) * dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < count or (pinned and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer[:count].view(dtype).view(*shape)
 
 
 class FileBytes:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, listed
-from .file_bytes import FileBytes
+from .file_bytes import FileBytes, Scratch
 from .gguf_config import config_from_gguf
 from .gguf_file import GgufHeader, GgufTensor, read_gguf_header
 
@@ -71,26 +71,26 @@ class GgufEntry:
     paired: int = 0
     """Head width if the rows are stored as interleaved rotary pairs, else 0."""
 
-    def read_rows(self, start: int, stop: int, out: Tensor) -> None:
+    def read_rows(self, start: int, stop: int, out: Tensor, scratch: Scratch) -> None:
         if not self.paired:
-            out.copy_(self._stored_rows(start, stop))
+            out.copy_(self._stored_rows(start, stop, scratch))
             return
         # whole heads: the rows of one head come from all over that head
         first, last = start // self.paired * self.paired, math.ceil(stop / self.paired) * self.paired
-        stored = self._stored_rows(first, last)
+        stored = self._stored_rows(first, last, scratch)
         place = torch.empty_like(stored)
         place[pair_order(last - first, self.paired)] = stored
         out.copy_(place[start - first : stop - first])
 
-    def _stored_rows(self, start: int, stop: int) -> Tensor:
+    def _stored_rows(self, start: int, stop: int, scratch: Scratch) -> Tensor:
         offset, shape = self.offset + start * self.row_bytes, (stop - start, *self.shape[1:])
         if self.ggml_type in FLOATS:
-            rows = torch.empty(shape, dtype=self.dtype)
+            rows = scratch.take(shape, self.dtype)
             self.file.read_tensor(offset, rows)
             return rows
-        data = np.empty((stop - start, self.row_bytes), dtype=np.uint8)
-        self.file.read_into(offset, data.data.cast("B"))
-        return torch.from_numpy(_dequantize(data, self.ggml_type)).view(shape)
+        data = scratch.take((stop - start, self.row_bytes), torch.uint8)
+        self.file.read_tensor(offset, data)
+        return torch.from_numpy(_dequantize(data.numpy(), self.ggml_type)).view(shape)
 
 
 def open_gguf(path: Path) -> Checkpoint:

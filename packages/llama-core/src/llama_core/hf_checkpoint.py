@@ -26,7 +26,9 @@ def open_hf(folder: Path) -> Checkpoint:
         config = LlamaConfig.from_file(folder)
     except CheckpointError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise CheckpointError(f"{folder / 'config.json'} is nested too deeply to be read") from None
+    except ValueError as error:
         raise CheckpointError(str(error)) from None
     if (folder / INDEX).is_file():
         return _open_sharded(folder, config)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, listed
-from .file_bytes import FileBytes
+from .file_bytes import FileBytes, Scratch
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 DTYPES = {
@@ -47,12 +47,12 @@ class SafetensorsEntry:
     dtype: torch.dtype
     offset: int
 
-    def read_rows(self, start: int, stop: int, out: Tensor) -> None:
+    def read_rows(self, start: int, stop: int, out: Tensor, scratch: Scratch) -> None:
         offset = self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize
         if out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
             self.file.read_tensor(offset, out)
             return
-        rows = torch.empty(out.shape, dtype=self.dtype, pin_memory=out.is_cuda)
+        rows = scratch.take(out.shape, self.dtype, pinned=out.is_cuda)
         self.file.read_tensor(offset, rows)
         out.copy_(rows)
 

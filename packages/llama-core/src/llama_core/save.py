@@ -1,0 +1,78 @@
+"""`save_model`: a model into a checkpoint that others read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .atomic import new_folder
+from .errors import CheckpointError, listed
+from .hf_write import STALE, write_hf
+from .load import DTYPES
+from .model import Llama
+from .parameter_shapes import parameter_shapes
+
+FORMATS = ("hf",)
+
+
+def save_model(
+    model: Llama,
+    path: str | Path,
+    format: str = "hf",
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | float = 5e9,
+    overwrite: bool = False,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model. The target appears complete or not at all.
+
+    Args:
+        model: whole (no pipeline stage, no sharded parameters), on any device, packed or not.
+        path: the folder to write; must not exist or be empty unless `overwrite`.
+        format: "hf": config.json, generation_config.json and safetensors, in shards where there is more than
+            `max_shard_bytes`. A tied head is not written.
+        dtype: to convert to on the way; `None` keeps the model's.
+        max_shard_bytes: bytes of tensors in one file.
+        overwrite: replace a checkpoint in `path`; files of other names stay.
+        generation: content of generation_config.json; the special token ids of the configuration by default.
+
+    Raises:
+        CheckpointError: the target is taken, or the model is not whole.
+        ValueError: an argument out of range.
+        OSError: the disk is full or not writable; nothing is left behind.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+    if not max_shard_bytes >= 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
+    tensors = whole_weights(model)
+    with new_folder(path, overwrite, STALE) as folder:
+        write_hf(folder, model.config, tensors, dtype, int(max_shard_bytes), generation)
+
+
+def whole_weights(model: Llama) -> dict[str, Tensor]:
+    """Every parameter under its Hugging Face name, a tied head left out.
+
+    Raises:
+        CheckpointError: parts are missing, sharded, on the meta device or of another shape than the configuration says.
+    """
+    present = model.state_dict()
+    expected = parameter_shapes(model.config)
+    if missing := [name for name in expected if name not in present]:
+        raise CheckpointError(f"only whole models are saved; this one lacks {listed(missing)}")
+    tensors = {name: present[name] for name in expected}
+    if sharded := [name for name, tensor in tensors.items() if hasattr(tensor, "full_tensor")]:
+        raise CheckpointError(f"only whole models are saved; sharded over processes: {listed(sharded)}")
+    wrong = [f"{name} is {list(t.shape)}" for name, t in tensors.items() if t.shape != expected[name] or t.is_meta]
+    if wrong:
+        raise CheckpointError(
+            f"parameters of another shape than the configuration's, or without values: {listed(wrong)}"
+        )
+    return tensors
