@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from llama_core import Llama, LlamaConfig
 
 torch.set_num_threads(1)  # the matrices are tiny; on a busy machine threads would only wait for each other

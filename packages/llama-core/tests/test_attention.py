@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from llama_core import (
     Llama,
     PackedAttend,
@@ -17,9 +21,6 @@ from llama_core import (
     sdpa,
 )
 from llama_core.ops import linear_cross_entropy
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def qkv(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from llama_core import LlamaConfig, RopeConfig
 
 V4: dict[str, Any] = {  # a config.json as transformers 4.4x wrote it

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from llama_core import Ops
 from llama_core.ops import add_rms_norm, linear_cross_entropy, rms_norm, rope, swiglu
-from torch import Tensor
 
 
 def exact_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from llama_core import Llama, LlamaConfig, PaddedAttend, plain_attend, positions_from_mask
 from llama_core.ops import linear_cross_entropy
 from llama_core.rope import inverse_frequencies
-from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 

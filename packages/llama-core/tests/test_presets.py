@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from llama_core import PRESETS, Llama, LlamaConfig, preset
 
 # Parameters in millions: model cards and papers, to the digits they give

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from llama_core import Llama, LlamaConfig, Ops, RopeConfig, preset
 from llama_core.ops import rope
 from llama_core.rope import RotaryEmbedding, attention_factor, inverse_frequencies
-from torch import Tensor
 
 # 500000 ** (-i / 64), i = 0 … 63, from 60-digit decimal arithmetic
 LLAMA_3_8B = """
