@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from llama_core import Llama
-from llama_core.save import save_model
-from llama_core.tokenizer import Tokenizer
+from llama_core import Llama, Tokenizer, save_model
 
 
 def export_model(model: Llama, tokenizer: Tokenizer, path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama_core import Llama
-from llama_core.tokenizer import load_tokenizer
+from llama_core import Llama, load_tokenizer
 from llama_parallel import read_process
 
 from .batches import TrainingRows, held_out_batches
@@ -258,7 +257,7 @@ class _Run:
                     last = "none" if self.saved is None else str(self.saved.path)
                     raise NonFiniteLoss(
                         f"the {name} of step {step} is {value}; training stopped, and nothing was saved since; last "
-                        f"checkpoint: {last}. Lower optimizer.learning_rate ({self.config.optimizer.learning_rate}) or lengthen "
-                        f"schedule.warmup_steps ({self.config.schedule.warmup_steps})"
+                        f"checkpoint: {last}. Lower optimizer.learning_rate, {self.config.optimizer.learning_rate}, or "
+                        f"lengthen schedule.warmup_steps, {self.config.schedule.warmup_steps}"
                     )
         unseen.clear()

@@ -63,7 +63,7 @@ class Optimizer:
             parameter.grad = None
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them). Returns the norm before."""
+        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them); the norm before."""
         limit = max_norm or float("inf")
         return torch.nn.utils.clip_grad_norm_(self._trained.values(), limit, foreach=True)
 

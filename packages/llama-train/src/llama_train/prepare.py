@@ -76,7 +76,7 @@ def _make(config: DataConfig, folder: Path, note: Callable[[str], None]) -> dict
         encode = _encoder(tokenizer)
         vocab_size = tokenizer.get_vocab_size()
     else:
-        from llama_core.tokenizer import load_tokenizer
+        from llama_core import load_tokenizer
 
         loaded = load_tokenizer(config.tokenizer)
         loaded.save(folder / "tokenizer")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llama_core import Llama
-from llama_core.generate import generate_naive
-from llama_core.tokenizer import Tokenizer
+from llama_core import Llama, Tokenizer, generate_naive
 
 from .config import EvaluationConfig
 

@@ -1,6 +1,6 @@
 """A random permutation of 0 … n-1 that is computed entry by entry, with no table and no state.
 
-A Feistel network of four rounds permutes the numbers of 2b bits whatever its round function is (Luby & Rackoff 1988);
+A Feistel network permutes the numbers of 2b bits whatever its round function is (Luby & Rackoff 1988);
 numbers of n or more are sent through again until they fall below n (cycle walking; Black & Rogaway 2002). So the
 order of the data is a function of (seed, epoch, position), and a position is all that a resumed run has to know.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 4
+_ROUNDS = 8  # four are random enough for long arrays; for a handful of rows eight are needed
 
 
 def permute(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
