@@ -12,10 +12,11 @@ from .compile import compile_layers as compile_layers
 from .config import LlamaConfig as LlamaConfig
 from .detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
 from .errors import CheckpointError as CheckpointError
+from .generate import generate_naive as generate_naive
 from .generation_config import GenerationConfig as GenerationConfig
 from .generation_config import load_generation_config as load_generation_config
-from .generate import generate_naive as generate_naive
 from .init import init_weights as init_weights
+from .linear import set_linear_product as set_linear_product
 from .load import load_model as load_model
 from .model import Llama as Llama
 from .ops import Ops as Ops

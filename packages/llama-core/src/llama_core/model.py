@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from .attention import Attend, causal_attend
 from .config import LlamaConfig
 from .init import init_weights
+from .linear import Linear
 from .ops import Ops
 from .packing import Packable
 from .rope import RotaryEmbedding
 
 # Shape legend: B batch, S sequence, H query heads, K key/value heads, D head width, E hidden, F feed-forward,
 # V vocabulary
-
-
-class Linear(nn.Linear):
-    def reset_parameters(self) -> None:
-        """Nothing: weights come from a checkpoint or from `init_weights`, never from torch's global generator."""
 
 
 class Embedding(nn.Embedding):

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .linear import Linear, Multiplies
 
-class Packable(nn.Module):
+
+class Packable(Multiplies, nn.Module):
     """A module with linear layers that read the same input and can be joined along their outputs."""
 
     packs: ClassVar[tuple[str, ...]]
@@ -31,7 +32,7 @@ class Packable(nn.Module):
         if self._packed is None or not self._is_packed(layers):
             return tuple(layer(x) for layer in layers)
         weight, bias = self._packed
-        joined = F.linear(x, weight, bias)
+        joined = self.product(x, weight, bias)
         return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
 
     @torch.no_grad()
@@ -43,7 +44,8 @@ class Packable(nn.Module):
         """
         layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
         for name, layer in zip(self.packs, layers, strict=True):
-            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+            ordinary = isinstance(layer, nn.Linear) and type(layer).forward in (nn.Linear.forward, Linear.forward)
+            if not ordinary:
                 raise ValueError(f"{name} is a {type(layer).__name__}; only ordinary linear layers can be joined")
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
