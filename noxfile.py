@@ -115,11 +115,14 @@ def types(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize(
     "python,package",
-    [(python, package) for python in PYTHONS for package in PACKAGES],
-    ids=[package if python == FLOOR else f"{package}-{python}" for python in PYTHONS for package in PACKAGES],
+    [
+        nox.param(python, package, id=package if python == FLOOR else f"{package}-{python}", tags=[package])
+        for python in PYTHONS
+        for package in PACKAGES
+    ],
 )
 def tests(session: nox.Session, package: str) -> None:
-    """One package with what it declares and nothing else. Every Python present: -s tests -k PACKAGE."""
+    """One package with what it declares and nothing else. Every Python that is present: nox -t PACKAGE."""
     needs = needs_of_tests(package)
     session.install(*editable(*closure(package, *needs)), *needs)
     check_torch(session, pinned("torch"))
