@@ -51,6 +51,8 @@ class SpecialText:
         self._json = backend.to_str()
         self._normalizer = backend.normalizer
         self._ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        unknown = getattr(backend.model, "unk_token", None)
+        self._never_text = frozenset(self._ids.values()) - {self._ids.get(str(unknown))}
         self._flags = {token.content: token for token in added.values()}
         self._index = {content: index for index, content in enumerate(self._ids)}
         # Leftmost, then longest, over all added tokens: the package's own rule.
@@ -70,10 +72,17 @@ class SpecialText:
         """The tokenizer that reads special tokens as text and twins of this sentinel as special tokens."""
         return self._copy(sentinel)[0]
 
-    def untwin(self, ids: Sequence[int], sentinel: str) -> list[int]:
-        """The ids with each twin's replaced by its special token's."""
+    def untwin(self, ids: list[int], sentinel: str) -> list[int]:
+        """What the copy read, with each twin's id replaced by its special token's.
+
+        Raises:
+            ValueError: the model itself makes a special token out of plain text.
+        """
+        if not self._never_text.isdisjoint(ids):
+            token = next(text for text, token_id in self._ids.items() if token_id in ids)
+            raise ValueError(f"the text holds {token!r} where this tokenizer reads a special token even as text")
         real = self._copy(sentinel)[1]
-        return [real.get(i, i) for i in ids]
+        return [real.get(i, i) for i in ids] if real else ids
 
     def _twin(self, content: str, sentinel: str) -> str:
         return sentinel + chr(_TWINS + self._index[content])

@@ -102,7 +102,9 @@ class Tokenizer:
             encoding = self._special.copy(marked.sentinel).encode(marked.text, add_special_tokens=False)
             ids = self._special.untwin(encoding.ids, marked.sentinel)
         else:
-            ids = self._reader([text]).encode(text, add_special_tokens=False).ids
+            sentinel = unused_chars([text])[0]
+            encoding = self._special.copy(sentinel).encode(text, add_special_tokens=False)
+            ids = self._special.untwin(encoding.ids, sentinel)
         return self._with_bos(ids, add_bos)
 
     def encode_batch(self, texts: Sequence[str], add_bos: bool = True, parse_special: bool = False) -> list[list[int]]:
@@ -114,11 +116,9 @@ class Tokenizer:
             check_text(text, f"texts[{index}]")
         if parse_special:
             return [self.encode(text, add_bos, parse_special) for text in texts]
-        encodings = self._reader(texts).encode_batch_fast(texts, add_special_tokens=False)
-        return [self._with_bos(encoding.ids, add_bos) for encoding in encodings]
-
-    def _reader(self, texts: Sequence[str]) -> tokenizers.Tokenizer:
-        return self._special.copy(unused_chars(texts)[0])
+        sentinel = unused_chars(texts)[0]
+        encodings = self._special.copy(sentinel).encode_batch_fast(texts, add_special_tokens=False)
+        return [self._with_bos(self._special.untwin(e.ids, sentinel), add_bos) for e in encodings]
 
     def _with_bos(self, ids: list[int], add_bos: bool) -> list[int]:
         bos = self.bos_id
