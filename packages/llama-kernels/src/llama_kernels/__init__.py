@@ -1,5 +1,12 @@
 """Fast kernels for Llama: Triton and flash attention, each with a plain-torch oracle."""
 
+from llama_kernels.fp8_linear import fp8_linear as fp8_linear
+from llama_kernels.fp8_linear import quantize_fp8 as quantize_fp8
+from llama_kernels.fp8_matmul import fp8_matmul as fp8_matmul
+from llama_kernels.int4_linear import int4_linear as int4_linear
+from llama_kernels.int4_linear import quantize_int4 as quantize_int4
+from llama_kernels.int8_linear import int8_linear as int8_linear
+from llama_kernels.int8_linear import quantize_int8 as quantize_int8
 from llama_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from llama_kernels.ops import Ops as Ops
 from llama_kernels.ops import ops as ops

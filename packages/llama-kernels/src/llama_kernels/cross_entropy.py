@@ -85,7 +85,7 @@ def cross_entropy_(
         with device_guard(logits):
             _cross_entropy_kernel[(logits.shape[0],)](
                 logits, targets, losses, scales, logits.stride(0), logits.shape[1], ignore_index, z_loss,
-                WRITE_GRADIENT=grad, VECTORS=vectors, WIDTH=8, num_warps=min(max(vectors // 32, 1), 32),
+                WRITE_GRADIENT=grad, VECTORS=vectors, WIDTH=8, num_warps=min(max(vectors // 64, 1), 16),
             )  # fmt: skip
         return
     vocabulary = logits.shape[1]

@@ -73,3 +73,17 @@ def linear_cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
+
+
+def byte_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x (M, K) times weight (N, K) int8 or fp8 with a scale (N,) per output."""
+    dtype = wide(x.dtype)
+    return ((x.to(dtype) @ weight.to(dtype).T) * scale.to(dtype)).to(x.dtype)
+
+
+def int4_weight(packed: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """(N, K) in scale's wide dtype from packed (N, K/128, 16): nibble i of word j of a group is its input 16 i + j."""
+    dtype = wide(scale.dtype)
+    shifts = torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32).view(8, 1)
+    q = (packed.unsqueeze(2) >> shifts) & 15  # (N, groups, 8, 16)
+    return (q.flatten(2).to(dtype) * scale.to(dtype).unsqueeze(2) + minimum.to(dtype).unsqueeze(2)).flatten(1)

@@ -62,11 +62,26 @@ def _backward_kernel(
     tl.store(dw_ptr + program.to(tl.int64) * E + column, tl.sum(dw, axis=0, keep_dims=True), mask=column < E)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """Rows per program, padded width and warps: tiles of about 4096 elements, 16 bytes and more per thread."""
+def _forward_tile(width: int) -> tuple[int, int, int]:
+    """Rows per program, padded width, warps. On an H200, 16 bytes per thread and access were near a plain copy."""
     block = next_power_of_2(width)
-    rows = max(1, 1024 // block)
-    return rows, block, min(max(rows * block // 1024, 1), 16)
+    rows = max(1, 2048 // block)
+    return rows, block, min(max(rows * block // 512, 1), 16)
+
+
+def _backward_tile(width: int, element_size: int, x: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows per step, padded width, warps, loads in flight, programs per multiprocessor.
+
+    Few programs with many rows each, their next rows on the way through shared memory while this step computes, were
+    fastest on an H200 (0.90 of a copy at width 4096, against 0.75 without loads in flight).
+    """
+    block = next_power_of_2(width)
+    rows = max(2 if block <= 4096 else 1, 2048 // block)
+    warps = min(max(rows * block // 1024, 1), 16)
+    shared = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 0
+    step = 3 * rows * block * element_size  # dy, x and perhaps dtotal
+    stages = 3 if 3 * step <= shared else 2 if 2 * step <= shared else 1
+    return rows, block, warps, stages, max(1, 8 // warps)
 
 
 def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +90,7 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
     if x.numel():  # a grid of no programs is a launch error (#27)
         x_rows, residual_rows = as_rows(x), None if residual is None else as_rows(residual)
         rows, width = x_rows.shape
-        tile_rows, block, warps = _tile(width)
+        tile_rows, block, warps = _forward_tile(width)
         with device_guard(x):
             _forward_kernel[(cdiv(rows, tile_rows),)](
                 x_rows, residual_rows, weight.contiguous(), y, total, x_rows.stride(0),
@@ -91,14 +106,14 @@ def _launch_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tenso
         return dx, torch.zeros_like(weight)
     dy_rows, x_rows, dtotal_rows = as_rows(dy), as_rows(x), None if dtotal is None else as_rows(dtotal)
     rows, width = x_rows.shape
-    tile_rows, block, warps = _tile(width)
-    programs = min(cdiv(rows, tile_rows), 4 * multiprocessors(x))
+    tile_rows, block, warps, stages, programs = _backward_tile(width, x.element_size(), x)
+    programs = min(cdiv(rows, tile_rows), programs * multiprocessors(x))
     dw = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     with device_guard(x):
         _backward_kernel[(programs,)](
             dy_rows, dtotal_rows, x_rows, weight.contiguous(), dx, dw, dy_rows.stride(0),
             0 if dtotal_rows is None else dtotal_rows.stride(0), x_rows.stride(0), rows, eps,
-            E=width, R=tile_rows, BLOCK=block, STAGES=2, num_warps=warps,
+            E=width, R=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return dx, dw.sum(0).to(weight.dtype)
 
