@@ -26,7 +26,7 @@ def test_keys_give_unlike_orders() -> None:
 def test_images_are_spread_evenly() -> None:
     # Over many keys each position must reach each place about equally often: chi-square with 8 · 7 degrees of freedom
     # has mean 56 and standard deviation 10.6; 110 is five deviations off.
-    n, keys = 8, 4000
+    n, keys = 8, 1000
     counts = np.zeros((n, n))
     for key in range(keys):
         counts[np.arange(n), permute(np.arange(n), n, mix(key))] += 1

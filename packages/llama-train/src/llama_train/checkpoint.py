@@ -153,11 +153,17 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: BaseException) -> str:
-    """The cause in a line; DCP wraps what went wrong in its own exception, by rank."""
-    failures = getattr(error, "failures", None)
+def _reason(error: BaseException | None) -> str:
+    """The cause in a line."""
+    failures = getattr(error, "failures", None)  # DCP wraps what went wrong in its own exception, by rank
     if failures:
         inner = next(iter(failures.values()))
         error = inner[0] if isinstance(inner, tuple) else inner
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    # torch's file writer fails once more while it closes the file that the disk refused, and that is the error raised.
+    cause = next((link for link in chain if isinstance(link, OSError) and link.strerror), chain[0])
+    text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).strip()
+    return text.splitlines()[0] if text else type(cause).__name__

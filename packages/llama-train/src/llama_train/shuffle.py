@@ -18,10 +18,11 @@ def permute(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]
     assert n >= 1
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n)
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # at most four numbers in the domain for each below n
+    round_keys = [mix(key, number) for number in range(_ROUNDS)]
     values = positions.astype(np.uint64)
     pending = np.ones(values.shape, dtype=bool)
     while pending.any():
-        values[pending] = _feistel(values[pending], half, key)
+        values[pending] = _feistel(values[pending], half, round_keys)
         pending = values >= np.uint64(n)
     return values.astype(np.int64)
 
@@ -34,11 +35,11 @@ def mix(*numbers: int) -> int:
     return int(state[0])
 
 
-def _feistel(values: NDArray[np.uint64], half: int, key: int) -> NDArray[np.uint64]:
+def _feistel(values: NDArray[np.uint64], half: int, round_keys: list[int]) -> NDArray[np.uint64]:
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = values >> shift, values & mask
-    for round_number in range(_ROUNDS):
-        scrambled = _splitmix(right ^ np.uint64(mix(key, round_number)))
+    for round_key in round_keys:
+        scrambled = _splitmix(right ^ np.uint64(round_key))
         left, right = right, left ^ (scrambled & mask)
     return (left << shift) | right
 
