@@ -117,8 +117,8 @@ def test_grouped_heads_are_not_repeated(queries: int) -> None:
     assert allocated(SDPBackend.MATH) >= 64 * k.numel()  # torch's own reference does copy: the measure sees it
 
 
-def test_causal_with_unequal_lengths_is_an_error() -> None:
-    """B37's kind: torch would anchor the triangle at the top left, and rows would see too little."""
+def test_b37_causal_with_unequal_lengths_is_an_error() -> None:
+    """torch would anchor the triangle at the top left, and rows would see too little."""
     q, k, v = qkv(6)
     for attend in (plain_attend, causal_attend):
         for queries, keys in ((6, 2), (2, 6), (6, 1), (1, 6)):

@@ -105,6 +105,7 @@ def test_other_lengths(make_t0: Make) -> None:
     assert counter.frame_count <= 4  # the length becomes a symbol
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11's own use
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's code generator needs a C++ compiler")
 def test_the_real_code_generator(make_t0: Make) -> None:
     model = make_t0(num_hidden_layers=1)  # C++ compilers are slow: one forward and one backward graph
