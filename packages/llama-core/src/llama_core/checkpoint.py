@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from .config import LlamaConfig
 from .errors import CheckpointError, listed
 from .file_bytes import FileBytes, Scratch
 from .parameter_shapes import parameter_shapes
+from .stored_tensor import StoredTensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PIECE_BYTES = 1 << 20
@@ -32,20 +32,6 @@ READERS = 4
 """Threads that read. One thread copies from the page cache at about 3 GB/s; four saturate what a disk gives."""
 
 _OLD_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-
-
-class StoredTensor(Protocol):
-    """One tensor of a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What its values are stored as; float32 for quantised types."""
-
-    def read_rows(self, start: int, stop: int, out: Tensor, scratch: Scratch) -> None:
-        """Copy rows [start, stop) of dimension 0 into `out`, on whatever device and of whatever dtype that is."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +102,7 @@ def fill(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) -> None:
     jobs = [
         (checkpoint.tensors[name], start, stop, target.detach()[start:stop])
         for name, target in parameters.items()
-        for start, stop in _pieces(target)
+        for start, stop in _pieces(target, checkpoint.tensors[name].granule)
     ]
     local = threading.local()
 
@@ -156,7 +142,8 @@ def check_tied_head(checkpoint: Checkpoint, embedding: Tensor) -> None:
             )
 
 
-def _pieces(target: Tensor) -> list[tuple[int, int]]:
+def _pieces(target: Tensor, granule: int = 1) -> list[tuple[int, int]]:
     rows = target.shape[0]
-    step = max(1, PIECE_BYTES * rows // max(1, target.numel() * target.element_size()))
+    step = PIECE_BYTES * rows // max(1, target.numel() * target.element_size())
+    step = max(granule, step // granule * granule)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -26,18 +26,20 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._buffer: Tensor | None = None
+        self._buffers: dict[tuple[str, bool], Tensor] = {}
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
-        """A contiguous CPU tensor whose content is undefined; valid until the next call.
+    def take(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False, slot: str = "file") -> Tensor:
+        """A contiguous CPU tensor whose content is undefined; valid until the next call for the same slot.
 
         Args:
             pinned: in page-locked memory, from which copies to a GPU are fast.
+            slot: who asks; a reader around another one must not take the other's memory.
         """
         count = math.prod(shape) * dtype.itemsize
-        if self._buffer is None or self._buffer.numel() < count or (pinned and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
-        return self._buffer[:count].view(dtype).view(*shape)
+        buffer = self._buffers.get((slot, pinned))
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[slot, pinned] = torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
+        return buffer[:count].view(dtype).view(*shape)
 
 
 class FileBytes:

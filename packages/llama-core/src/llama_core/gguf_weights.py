@@ -7,7 +7,6 @@ order of interleaved rotary pairs and are put back into that of rotated halves.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, StoredTensor
+from .checkpoint import Checkpoint
 from .errors import CheckpointError, listed
 from .file_bytes import FileBytes, Scratch
 from .gguf_config import config_from_gguf
 from .gguf_file import GgufHeader, GgufTensor, read_gguf_header
+from .stored_tensor import PairedRows, StoredTensor
 
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -53,11 +53,6 @@ def hf_name(gguf_name: str) -> str | None:
     return None
 
 
-def pair_order(rows: int, head_dim: int) -> Tensor:
-    """Hugging Face row of every stored row: within a head of width d, stored row 2j + s is row s·d/2 + j."""
-    return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).reshape(-1)
-
-
 @dataclass(frozen=True)
 class GgufEntry:
     """A tensor of a GGUF file, not read yet."""
@@ -68,29 +63,18 @@ class GgufEntry:
     ggml_type: int
     row_bytes: int
     dtype: torch.dtype
-    paired: int = 0
-    """Head width if the rows are stored as interleaved rotary pairs, else 0."""
+    granule: int = 1
 
     def read_rows(self, start: int, stop: int, out: Tensor, scratch: Scratch) -> None:
-        if not self.paired:
-            out.copy_(self._stored_rows(start, stop, scratch))
-            return
-        # whole heads: the rows of one head come from all over that head
-        first, last = start // self.paired * self.paired, math.ceil(stop / self.paired) * self.paired
-        stored = self._stored_rows(first, last, scratch)
-        place = torch.empty_like(stored)
-        place[pair_order(last - first, self.paired)] = stored
-        out.copy_(place[start - first : stop - first])
-
-    def _stored_rows(self, start: int, stop: int, scratch: Scratch) -> Tensor:
         offset, shape = self.offset + start * self.row_bytes, (stop - start, *self.shape[1:])
         if self.ggml_type in FLOATS:
-            rows = scratch.take(shape, self.dtype)
+            rows = scratch.take(shape, self.dtype, pinned=out.is_cuda)
             self.file.read_tensor(offset, rows)
-            return rows
+            out.copy_(rows)
+            return
         data = scratch.take((stop - start, self.row_bytes), torch.uint8)
         self.file.read_tensor(offset, data)
-        return torch.from_numpy(_dequantize(data.numpy(), self.ggml_type)).view(shape)
+        out.copy_(torch.from_numpy(_dequantize(data.numpy(), self.ggml_type)).view(shape))
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -127,13 +111,13 @@ def _open(header: GgufHeader, file: FileBytes) -> Checkpoint:
     for name, tensor in header.tensors.items():
         if name == ROPE_DIVISORS:
             continue
-        paired = 0
-        if ".attn_q." in name or ".attn_k." in name:
-            paired = config.head_width
-            if tensor.shape[0] % paired:
-                raise CheckpointError(f"{header.path}: {name} has {tensor.shape[0]} rows, no multiple of {paired}")
         dtype = FLOATS.get(tensor.ggml_type, torch.float32)
-        entry = GgufEntry(file, tensor.offset, tensor.shape, tensor.ggml_type, row_bytes[name], dtype, paired)
+        entry: StoredTensor = GgufEntry(file, tensor.offset, tensor.shape, tensor.ggml_type, row_bytes[name], dtype)
+        if ".attn_q." in name or ".attn_k." in name:
+            if tensor.shape[0] % config.head_width:
+                heads = f"{name} has {tensor.shape[0]} rows, no multiple of the head width {config.head_width}"
+                raise CheckpointError(f"{header.path}: {heads}")
+            entry = PairedRows(entry, config.head_width)
         tensors[hf_name(name) or name] = entry
     return Checkpoint(header.path, config, tensors, files=(file,))
 

@@ -46,6 +46,7 @@ class SafetensorsEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    granule: int = 1
 
     def read_rows(self, start: int, stop: int, out: Tensor, scratch: Scratch) -> None:
         offset = self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize
