@@ -336,7 +336,7 @@ def test_damaged_header(tmp_path: Path, make_t0: Make, content: bytes, message: 
 def test_paths_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+    with pytest.raises(CheckpointError, match=r"holds neither config\.json nor params\.json"):
         load_model(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match="no GGUF file"):

@@ -10,6 +10,7 @@ from .checkpoint import Checkpoint, check, check_tied_head, fill, stored_dtype
 from .errors import CheckpointError
 from .gguf_weights import open_gguf
 from .hf_checkpoint import open_hf
+from .meta_checkpoint import PARAMS, open_meta
 from .model import Llama
 from .ops import Ops
 
@@ -17,25 +18,32 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", ops: Ops | None = None
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+    *,
+    rope_factor: float | None = None,
 ) -> Llama:
-    """Load a model from a Hugging Face folder or a `.gguf` file, in evaluation mode.
+    """Load a model from a Hugging Face folder, a folder in Meta's format or a `.gguf` file, in evaluation mode.
 
     Weights go straight onto `device` in `dtype`, piece by piece: beside the model itself only a few megabytes are
     used. The result shares nothing with the files.
 
     Args:
-        path: folder with config.json and safetensors, or a GGUF file.
+        path: folder with config.json and safetensors, or with params.json and consolidated.NN.pth, or a GGUF file.
         dtype: of the weights; `None` keeps the file's (the one of most elements; float32 for quantised GGUF).
         device: where the weights go.
         ops: the operations the model computes with, plain torch by default.
+        rope_factor: for Meta's folders of Llama 3.1 and later, whose params.json does not tell by which factor the
+            context was extended: 8 for 3.1 and 3.3, 32 for 3.2 1B and 3B. For nothing else.
 
     Raises:
         CheckpointError: a `ValueError` whose message lists everything missing, unexpected, misshapen or damaged.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, rope_factor)
     try:
         check(checkpoint)
         with torch.device("meta"):
@@ -49,13 +57,17 @@ def load_model(
     return model.eval()
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Checkpoint:
     """Open whatever lies at `path` and read its headers; close it after use.
 
     Raises:
         CheckpointError: nothing there, nothing known, or a damaged header.
     """
     path = Path(path)
+    if path.is_dir() and (path / PARAMS).is_file() and not (path / "config.json").is_file():
+        return open_meta(path, rope_factor)
+    if rope_factor is not None:
+        raise ValueError(f"rope_factor is {rope_factor}; only folders in Meta's format ({PARAMS}) need it, not {path}")
     if path.is_file():
         with open(path, "rb") as file:
             magic = file.read(4)
@@ -67,5 +79,5 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             return open_hf(path)
         if ggufs := sorted(path.glob("*.gguf")):
             raise CheckpointError(f"{path} holds GGUF files; name one of them, for example {ggufs[0]}")
-        raise CheckpointError(f"{path} holds no config.json")
+        raise CheckpointError(f"{path} holds neither config.json nor {PARAMS}")
     raise CheckpointError(f"{path} does not exist")

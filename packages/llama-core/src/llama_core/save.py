@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import hf_write, meta_write
 from .atomic import new_folder
 from .errors import CheckpointError, listed
-from .hf_write import STALE, write_hf
 from .load import DTYPES
 from .model import Llama
 from .parameter_shapes import parameter_shapes
 
-FORMATS = ("hf",)
+FORMATS = ("hf", "meta")
 
 
 def save_model(
@@ -28,22 +28,24 @@ def save_model(
     max_shard_bytes: int | float = 5e9,
     overwrite: bool = False,
     generation: Mapping[str, Any] | None = None,
+    shards: int = 1,
 ) -> None:
     """Write a model. The target appears complete or not at all.
 
     Args:
         model: whole (no pipeline stage, no sharded parameters), on any device, packed or not.
         path: the folder to write; must not exist or be empty unless `overwrite`.
-        format: "hf": config.json, generation_config.json and safetensors, in shards where there is more than
-            `max_shard_bytes`. A tied head is not written.
+        format: "hf": config.json, generation_config.json and safetensors, in files of up to `max_shard_bytes`; a tied
+            head is not written. "meta": params.json and `shards` files consolidated.NN.pth.
         dtype: to convert to on the way; `None` keeps the model's.
-        max_shard_bytes: bytes of tensors in one file.
+        max_shard_bytes: bytes of tensors in one file ("hf").
         overwrite: replace a checkpoint in `path`; files of other names stay.
-        generation: content of generation_config.json; the special token ids of the configuration by default.
+        generation: content of generation_config.json ("hf"); the special token ids of the configuration by default.
+        shards: files of tensor-parallel parts ("meta"); must divide the heads.
 
     Raises:
         CheckpointError: the target is taken, or the model is not whole.
-        ValueError: an argument out of range.
+        ValueError: an argument out of range, or a setting that the format cannot say.
         OSError: the disk is full or not writable; nothing is left behind.
     """
     if format not in FORMATS:
@@ -52,9 +54,15 @@ def save_model(
         raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
     if not max_shard_bytes >= 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
+    if shards < 1:
+        raise ValueError(f"shards is {shards}; it must be at least 1")
     tensors = whole_weights(model)
-    with new_folder(path, overwrite, STALE) as folder:
-        write_hf(folder, model.config, tensors, dtype, int(max_shard_bytes), generation)
+    stale = (*hf_write.STALE, *meta_write.STALE)
+    with new_folder(path, overwrite, stale) as folder:
+        if format == "hf":
+            hf_write.write_hf(folder, model.config, tensors, dtype, int(max_shard_bytes), generation)
+        else:
+            meta_write.write_meta(folder, model.config, tensors, dtype, shards)
 
 
 def whole_weights(model: Llama) -> dict[str, Tensor]:
