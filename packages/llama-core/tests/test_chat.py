@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from llama_core.byte_level import BYTE_TO_CHAR
 from llama_core.chat import ChatTemplate
-from llama_core.gguf_tokenizer import LLAMA3_SPLIT, split_by
+from llama_core.tiktoken_file import LLAMA3_SPLIT, split_by
 from llama_core.tokenizer import Tokenizer, load_tokenizer
 
 BOS, END_OF_TEXT, START, END, EOM, EOT = 128000, 128001, 128006, 128007, 128008, 128009

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from llama_core.generation_config import GenerationConfig, load_generation_config
-from llama_core.gguf_tokenizer import LLAMA3_SPLIT, split_by
+from llama_core.tiktoken_file import LLAMA3_SPLIT, split_by
 from llama_core.tokenizer import Tokenizer, load_tokenizer
 
 ODD_TEXTS = [

@@ -12,31 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from .errors import CheckpointError
 from .sentencepiece_bpe import sentencepiece_bpe
+from .tiktoken_file import LLAMA3_SPLIT, split_by
 from .tokenizer import Tokenizer
 
 # ggml's token types
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
-# Llama 3: meta-llama/llama-models, models/llama3/tokenizer.py
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Digits in runs of one to three from the left, never with a space before them."""
-
-
-def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Cuts text at every match of the pattern, then writes the bytes in the byte alphabet."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
@@ -94,7 +77,7 @@ _NAMED_IDS = {
 def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
     value = metadata.get(key, default)
     if value is not None and not isinstance(value, kind):
-        raise CheckpointError(f"GGUF metadata {key} must be {kind.__name__}, got {type(value).__name__}")
+        raise ValueError(f"GGUF metadata {key} must be {kind.__name__}, got {type(value).__name__}")
     return value
 
 
@@ -104,10 +87,10 @@ def _list(
     values: list[Any] | None = _get(metadata, key, list)
     if values is not None:
         if length is not None and len(values) != length:
-            raise CheckpointError(f"GGUF metadata {key} has {len(values)} entries for {length} tokens")
+            raise ValueError(f"GGUF metadata {key} has {len(values)} entries for {length} tokens")
         bad = next((i for i, value in enumerate(values) if type(value) not in kinds), None)
         if bad is not None:
-            raise CheckpointError(f"GGUF metadata {key}[{bad}] is {values[bad]!r}, a {type(values[bad]).__name__}")
+            raise ValueError(f"GGUF metadata {key}[{bad}] is {values[bad]!r}, a {type(values[bad]).__name__}")
     return values
 
 
@@ -123,19 +106,20 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     kind = _get(metadata, "tokenizer.ggml.model", str)
     tokens = _list(metadata, "tokenizer.ggml.tokens", (str,))
     if kind is None or not tokens:
-        raise CheckpointError("the GGUF file holds no tokenizer (tokenizer.ggml.model, tokenizer.ggml.tokens)")
-    types = _list(metadata, "tokenizer.ggml.token_type", (int,), len(tokens)) or [1] * len(tokens)
+        raise ValueError("the GGUF file holds no tokenizer (tokenizer.ggml.model, tokenizer.ggml.tokens)")
+    types = _list(metadata, "tokenizer.ggml.token_type", (int,), len(tokens)) or [_NORMAL] * len(tokens)
     if kind == "gpt2":
         backend, add_bos = _byte_level(metadata, tokens, types)
     elif kind == "llama":
         scores = _list(metadata, "tokenizer.ggml.scores", (float, int), len(tokens))
         if scores is None:
-            raise CheckpointError("the GGUF file's tokenizer is of kind 'llama' but has no tokenizer.ggml.scores")
+            raise ValueError("the GGUF file's tokenizer is of kind 'llama' but has no tokenizer.ggml.scores")
         space = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
         unknown = next((token for token, t in zip(tokens, types) if t == _UNKNOWN), None)
-        backend, add_bos = sentencepiece_bpe(tokens, scores, unknown, prefix_space=space), True
+        mergeable = [t == _NORMAL for t in types]
+        backend, add_bos = sentencepiece_bpe(tokens, scores, unknown, mergeable, prefix_space=space), True
     else:
-        raise CheckpointError(f"GGUF tokenizer kind {kind!r} is not known; known kinds are 'gpt2' and 'llama'")
+        raise ValueError(f"GGUF tokenizer kind {kind!r} is not known; known kinds are 'gpt2' and 'llama'")
     ids: dict[str, int] = {}
     for index, token in enumerate(tokens):
         ids.setdefault(token, index)
@@ -153,7 +137,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             continue
         if not 0 <= token_id < len(tokens):
             allowed = f"0 to {len(tokens) - 1}"
-            raise CheckpointError(f"GGUF metadata tokenizer.ggml.{key} is {token_id}; allowed are {allowed}")
+            raise ValueError(f"GGUF metadata tokenizer.ggml.{key} is {token_id}; allowed are {allowed}")
         named[name] = tokens[token_id]
     more = [_get(metadata, f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")]
     ends = [i for i in more if i is not None]
@@ -179,14 +163,14 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
     name = _get(metadata, "tokenizer.ggml.pre", str, "default")
     if name not in PRE_TOKENIZERS:
-        raise CheckpointError(
+        raise ValueError(
             f"GGUF pre-tokenizer {name!r} is not known, and a guess would cut text wrongly; known are "
             f"{', '.join(PRE_TOKENIZERS)}"
         )
     rule = PRE_TOKENIZERS[name]
     merges = _list(metadata, "tokenizer.ggml.merges", (str,))
     if merges is None:
-        raise CheckpointError("the GGUF file's tokenizer is of kind 'gpt2' but has no tokenizer.ggml.merges")
+        raise ValueError("the GGUF file's tokenizer is of kind 'gpt2' but has no tokenizer.ggml.merges")
     vocab: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocab.setdefault(token, index)
@@ -195,7 +179,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
         left, space, right = merge.partition(" ")
         if not space or left not in vocab or right not in vocab or left + right not in vocab:
             where = f"GGUF metadata tokenizer.ggml.merges[{index}]"
-            raise CheckpointError(f"{where} is {merge!r}, which does not join two tokens to a third")
+            raise ValueError(f"{where} is {merge!r}, which does not join two tokens to a third")
         pairs.append((left, right))
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rule.ignore_merges))
     backend.pre_tokenizer = rule.split()

@@ -14,7 +14,9 @@ from tokenizers import decoders, models, normalizers
 SPACE = "▁"
 
 
-def merges_from_scores(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def merges_from_scores(
+    pieces: Sequence[str], scores: Sequence[float], mergeable: Sequence[bool]
+) -> list[tuple[str, str]]:
     """All pairs of pieces that join to a piece: by falling score of the whole, then by the ids of the parts (the order
     in which Hugging Face's converter writes them)."""
     ids: dict[str, int] = {}
@@ -22,16 +24,22 @@ def merges_from_scores(pieces: Sequence[str], scores: Sequence[float]) -> list[t
         ids.setdefault(piece, index)
     found = []
     for piece, index in ids.items():
+        if not mergeable[index]:
+            continue
         for cut in range(1, len(piece)):
             left, right = ids.get(piece[:cut]), ids.get(piece[cut:])
-            if left is not None and right is not None:
+            if left is not None and right is not None and mergeable[left] and mergeable[right]:
                 found.append((-scores[index], index, left, right))
     found.sort()
     return [(pieces[left], pieces[right]) for _, _, left, right in found]
 
 
 def sentencepiece_bpe(
-    pieces: Sequence[str], scores: Sequence[float], unknown: str | None, prefix_space: bool = True
+    pieces: Sequence[str],
+    scores: Sequence[float],
+    unknown: str | None,
+    mergeable: Sequence[bool],
+    prefix_space: bool = True,
 ) -> tokenizers.Tokenizer:
     """Llama 1/2 style: one space put in front, spaces written as `▁`, characters outside the vocabulary as bytes.
 
@@ -39,6 +47,7 @@ def sentencepiece_bpe(
         pieces: the vocabulary in id order; of equal pieces the first counts.
         scores: one per piece; higher merges first.
         unknown: the piece for what has no bytes either, if there is one.
+        mergeable: False for pieces that text is never merged to: control, unknown, user-defined, byte pieces.
         prefix_space: whether text gets a space in front that decoding takes off again.
     """
     vocab: dict[str, int] = {}
@@ -47,7 +56,7 @@ def sentencepiece_bpe(
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=merges_from_scores(pieces, scores),
+            merges=merges_from_scores(pieces, scores, mergeable),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

@@ -24,11 +24,17 @@ def find_tokenizer(path: Path) -> Tokenizer:
             magic = file.read(4)
         if magic == b"GGUF" or path.suffix == ".gguf":
             return _from_gguf(path)
-        return _from_json(path)
+        if path.suffix == ".model":
+            return _from_model_file(path)
+        return _with_companions(read_backend(path), path)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; a tokenizer is a folder or file with {_LOOKED_FOR}")
     if (path / "tokenizer.json").is_file():
-        return _from_json(path / "tokenizer.json")
+        return _with_companions(read_backend(path / "tokenizer.json"), path / "tokenizer.json")
+    for folder in (path, path.parent):
+        # Llama 1 and 2 come as folders of weights with one tokenizer.model above them
+        if (folder / "tokenizer.model").is_file() and (folder == path or (path / "params.json").is_file()):
+            return _from_model_file(folder / "tokenizer.model")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0])
@@ -66,21 +72,23 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{path}: not a tokenizer.json of the tokenizers package: {error}") from None
 
 
-def _from_json(path: Path) -> Tokenizer:
+def _with_companions(
+    backend: tokenizers.Tokenizer, path: Path, add_bos: bool | None = None, defaults: dict[str, str] | None = None
+) -> Tokenizer:
+    """A tokenizer with what the Hugging Face files beside `path` say about it."""
     folder = path.parent
-    backend = read_backend(path)
-    config = json_or_empty(folder / "tokenizer_config.json")
-    named = named_tokens(config, json_or_empty(folder / "special_tokens_map.json"), folder / "tokenizer_config.json")
-    _add_missing_tokens(backend, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+    config_path = folder / "tokenizer_config.json"
+    config = json_or_empty(config_path)
+    _add_missing_tokens(backend, config.get("added_tokens_decoder"), config_path)
+    named = {**(defaults or {}), **named_tokens(config, json_or_empty(folder / "special_tokens_map.json"), config_path)}
     for name, text in list(named.items()):
         if backend.token_to_id(text) is None:
             if name in ("bos_token", "eos_token"):
                 raise CheckpointError(f"{folder}: {name} is {text!r}, which {path.name} does not hold")
             del named[name]  # padding and unknown tokens that were never added are never met either
-    add_bos = config.get("add_bos_token")
+    add_bos = config.get("add_bos_token", add_bos)
     if add_bos is not None and not isinstance(add_bos, bool):
-        where = folder / "tokenizer_config.json"
-        raise CheckpointError(f"{where}: add_bos_token must be true or false, got {add_bos!r}")
+        raise CheckpointError(f"{config_path}: add_bos_token must be true or false, got {add_bos!r}")
     try:
         return Tokenizer(
             backend,
@@ -92,6 +100,16 @@ def _from_json(path: Path) -> Tokenizer:
         )
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _from_model_file(path: Path) -> Tokenizer:
+    from .meta_tokenizer import meta_tokenizer, read_model_file
+
+    if not (path.parent / "tokenizer_config.json").is_file():
+        return meta_tokenizer(path)
+    backend, kind = read_model_file(path)  # a Hugging Face folder from before tokenizer.json
+    llama2 = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return _with_companions(backend, path, add_bos=True, defaults=llama2 if kind == "llama2" else None)
 
 
 def json_or_empty(path: Path) -> dict[str, Any]:
