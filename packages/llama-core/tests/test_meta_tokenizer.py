@@ -265,7 +265,7 @@ def test_the_tokenizer_above_a_folder_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "unigram", "vocab_size": 340}, r"model type 1, only BPE \(2\) is read"),
+        ({"model_type": "unigram", "hard_vocab_limit": False}, r"model type 1, only BPE \(2\) is read"),
         ({"normalization_rule_name": "nmt_nfkc"}, "a normalizer with a character map"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
