@@ -2,8 +2,9 @@
 
 Fenced blocks marked `bash` or `console` (lines after `$ `) and `python` are run, in order, from the top of the copy,
 with only the environment that the README's first command has made. A comment before a block says when it is run
-elsewhere: `<!-- runs: slow -->` in the slow session, `<!-- runs: .ci/run -->` as a line of that file. No other
-excuse is known, and a block whose language is not named is an error: say `text` for what nobody should type.
+elsewhere: `<!-- runs: slow -->` in the slow session, `<!-- runs: .ci/run -->` as a line of that file. Blocks without a
+comment in the README of a package that has a `tests/test_readme.py` are run by that one. No other excuse is known, and
+a block whose language is not named is an error: say `text` for what nobody should type.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RUN_HERE, SLOW, CI = "here", "slow", ".ci/run"
+RUN_HERE, SLOW, CI, OWN_TEST = "here", "slow", ".ci/run", "the package's test_readme.py"
 SHELL, PYTHON = ("bash", "console"), ("python",)
 
 MARKER = r"^<!-- runs: (?P<runs>[^\n]+?) -->\n+"
@@ -68,7 +69,21 @@ def tracked_files() -> list[Path]:
     return [Path(name) for name in names.split("\0") if name and os.path.lexists(ROOT / name)]
 
 
-DOCUMENTS = {str(path): list(blocks((ROOT / path).read_text())) for path in tracked_files() if path.suffix == ".md"}
+def own_test(document: Path) -> Path:
+    return ROOT / document.parent / "tests" / "test_readme.py"
+
+
+def read(document: Path) -> list[Block]:
+    try:
+        found = list(blocks((ROOT / document).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{document}: {error}") from None
+    if document.name == "README.md" and own_test(document).exists() and document.parent != Path():
+        found = [replace(block, runs=OWN_TEST) if block.runs == RUN_HERE else block for block in found]
+    return found
+
+
+DOCUMENTS = {str(path): read(path) for path in tracked_files() if path.suffix == ".md"}
 (SET_UP, *_) = DOCUMENTS["README.md"]
 
 
@@ -137,6 +152,13 @@ def test_lines_left_to_ci_stand_in_its_file(document: str) -> None:
         if block.runs == CI:
             for line in block.code.splitlines():
                 assert line in lines, f"{document} says that .ci/run runs it"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_packages_own_tests_know_every_language(document: str) -> None:
+    left = {block.language for block in DOCUMENTS[document] if block.runs == OWN_TEST}
+    for language in left:
+        assert language in own_test(Path(document)).read_text(), f"who runs the {language} blocks of {document}?"
 
 
 WITH_COMMANDS = [name for name in DOCUMENTS if any(block.runs == RUN_HERE for block in DOCUMENTS[name])]
