@@ -1,6 +1,6 @@
 """compile_layers: one graph per layer without a break, few compilations, the same numbers.
 
-The backend is `aot_eager` (the whole of torch.compile but the code generator); one test uses the real one.
+The backend is `aot_eager` (the whole of torch.compile but the code generator); the slow test uses the real one.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def test_other_lengths(make_t0: Make) -> None:
     assert counter.frame_count <= 4  # the length becomes a symbol
 
 
+@pytest.mark.slow  # the first use of a C++ compiler builds headers for a minute
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11's own use
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's code generator needs a C++ compiler")
 def test_the_real_code_generator(make_t0: Make) -> None:
