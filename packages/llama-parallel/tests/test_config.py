@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+
 from llama_parallel import ParallelConfig
 
 AXES = ["dp_replicate", "dp_shard", "cp", "tp", "pp"]

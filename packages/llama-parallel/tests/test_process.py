@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from llama_parallel import Process, read_process
 
 
