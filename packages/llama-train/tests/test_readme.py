@@ -1,0 +1,89 @@
+"""Every command and example of README.md runs; the quickstart is shortened by flags, but for the slow test."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from llama_train import TrainConfig, load_config
+from llama_train.cli import main
+from llama_train.config_file import dump_config
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [(match["language"], match["code"]) for match in FENCE.finditer(README)]
+COMMANDS = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
+# What makes a run short: few steps over little text.
+SHORT = {"schedule.warmup_steps": 1, "schedule.steps": 2, "data.source": "my-text", "data.vocab_size": 1024}
+EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+
+
+def _code(language: str) -> str:
+    (code,) = [code for found, code in BLOCKS if found == language]
+    return code
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the README tells its reader to have."""
+    (tmp_path / "quickstart.toml").write_text(_code("toml"), encoding="utf-8")
+    (tmp_path / "my-text").mkdir()
+    random = Random(0)
+    for name in ("a.txt", "b.md", "c.txt"):
+        words = ["".join(random.choices("aeioulmnrst", k=random.randint(2, 9))) for _ in range(3000)]
+        (tmp_path / "my-text" / name).write_text(" ".join(words), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_file_shown_is_the_example() -> None:
+    assert EXAMPLE.read_text(encoding="utf-8") == _code("toml")
+
+
+def test_every_command_is_run_below() -> None:
+    assert {line.split()[0] for line in COMMANDS} == {"llama-train", "llama-infer", "torchrun", "python"}
+    assert len(COMMANDS) == 6
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "llama" in line and "llama-infer" not in line])
+def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: the ways to start the program have tests of their own in test_cli."""
+    _, _, arguments = re.split(r"(?:^|\s)(llama-train|-m llama_train)\s", command, maxsplit=1)
+    if "--help" in arguments:
+        with pytest.raises(SystemExit, match="0"):
+            main(shlex.split(arguments))
+        assert "--optimizer.learning-rate" in capsys.readouterr().out
+        return
+    flags = [word for key, value in SHORT.items() for word in (f"--{key}", str(value))]
+    assert main([*shlex.split(arguments), *flags]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+    (run,) = (folder / "runs").iterdir()
+    assert (run / "hf" / "model.safetensors").is_file()
+
+
+def test_python_example(folder: Path, change: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    short = load_config("quickstart.toml")
+    for key, value in SHORT.items():
+        short = change(short, **{key: value})
+    (folder / "quickstart.toml").write_text(dump_config(short), encoding="utf-8")
+    exec(compile(_code("python"), "README.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines()[-1].endswith("hf")
+
+
+@pytest.mark.slow
+def test_the_quickstart_in_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Issue 2: held-out loss under 54% of ln(vocabulary); then the model that was written continues a line."""
+    assert main(["run", "quickstart.toml"]) == 0
+    output = capsys.readouterr().out
+    share = re.search(r"([\d.]+)% of ln\(2048\)", output)
+    assert share is not None
+    assert float(share[1]) < 54.0
+    infer = pytest.importorskip("llama_infer.cli", reason="llama-infer is no dependency of llama-train")
+    (command,) = [line for line in COMMANDS if line.startswith("llama-infer")]
+    assert infer.main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.strip()
