@@ -44,16 +44,46 @@ def rope_from_metadata(metadata: Mapping[str, Any], divisors: Sequence[float] | 
     if kind == "linear":
         return RopeConfig("linear", theta, factor=factor)
     if kind == "yarn":
+        scale = metadata.get("rope.scaling.yarn_attn_factor", metadata.get("rope.scaling.attn_factor"))
         return RopeConfig(
             "yarn",
             theta,
             factor=factor,
             original_max_position_embeddings=original,
-            attention_factor=metadata.get("rope.scaling.attn_factor"),
+            # Hugging Face's number replaces YaRN's own, 0.1 ln(factor) + 1; llama.cpp's multiplies it
+            attention_factor=None
+            if scale in (None, 1) or not factor
+            else _rounded(scale * (0.1 * math.log(factor) + 1)),
             beta_fast=metadata.get("rope.scaling.yarn_beta_fast"),
             beta_slow=metadata.get("rope.scaling.yarn_beta_slow"),
         )
     raise ValueError(f"rope.scaling.type is {kind!r}; known are 'none', 'linear' and 'yarn'")
+
+
+def metadata_from_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The keys for a rotary configuration, without the prefix `llama.`; Llama 3's scaling is a tensor besides.
+
+    Raises:
+        ValueError: a setting of YaRN that GGUF does not have.
+    """
+    keys: dict[str, Any] = {"rope.freq_base": float(rope.rope_theta)}
+    original = rope.original_max_position_embeddings
+    if rope.rope_type == "llama3" and original != 8192:
+        keys["rope.scaling.original_context_length"] = original  # for our own reading: see `_candidates`
+    if rope.rope_type in ("linear", "yarn"):
+        assert rope.factor is not None
+        keys |= {"rope.scaling.type": rope.rope_type, "rope.scaling.factor": float(rope.factor)}
+    if rope.rope_type == "yarn":
+        if rope.mscale is not None or rope.mscale_all_dim is not None or not rope.truncate:
+            raise ValueError("rope: GGUF has no mscale, mscale_all_dim and truncate: false for 'yarn'")
+        if original is not None:
+            keys["rope.scaling.original_context_length"] = original
+        if rope.attention_factor is not None:
+            keys["rope.scaling.yarn_attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor or 1.0) + 1)
+        for name in ("beta_fast", "beta_slow"):
+            if (value := getattr(rope, name)) is not None:
+                keys[f"rope.scaling.yarn_{name}"] = float(value)
+    return keys
 
 
 def llama3_divisors(rope: RopeConfig, head_dim: int) -> list[float]:
@@ -108,10 +138,10 @@ def _candidates(
         intercept = keep_a - slope * turns_a
         if intercept < 0 < slope:
             span = -1 / intercept  # high - low
-            yield 1.0, _rounded(1 + span), round(slope * span)
+            yield 1.0, _rounded(1 + span, digits=3), round(slope * span)
             yield 1.0, 1 + span, round(slope * span)
 
 
-def _rounded(value: float) -> float:
+def _rounded(value: float, digits: int = 6) -> float:
     """The number somebody typed, out of one that went through float32."""
-    return float(f"{value:.4g}")
+    return float(f"{value:.{digits}g}")

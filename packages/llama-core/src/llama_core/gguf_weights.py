@@ -25,12 +25,12 @@ from .stored_tensor import PairedRows, StoredTensor
 
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 ROPE_DIVISORS = "rope_freqs.weight"
-_TOP = {
+TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -45,11 +45,11 @@ _LAYER = {
 
 def hf_name(gguf_name: str) -> str | None:
     """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; `None` for names a Llama does not have."""
-    if gguf_name in _TOP:
-        return _TOP[gguf_name]
+    if gguf_name in TOP:
+        return TOP[gguf_name]
     parts = gguf_name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER:
-        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in LAYER:
+        return f"model.layers.{parts[1]}.{LAYER[parts[2]]}.{parts[3]}"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from .checkpoint import Checkpoint
 from .config import LlamaConfig
 from .errors import CheckpointError, listed
 from .file_bytes import FileBytes
+from .generation_config import read_json_object
 from .safetensors_file import SafetensorsEntry, read_header
 
 SINGLE = "model.safetensors"
@@ -81,11 +81,8 @@ def _open_sharded(folder: Path, config: LlamaConfig) -> Checkpoint:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        index: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from None
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    index = read_json_object(path)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} must hold an object 'weight_map' of tensor name → file name")
     bad = [shard for shard in weight_map.values() if not _plain_name(shard)]

@@ -19,7 +19,8 @@ from .checkpoint import Checkpoint
 from .config import LlamaConfig
 from .errors import CheckpointError, listed
 from .file_bytes import Scratch
-from .meta_config import config_from_params, read_params
+from .generation_config import read_json_object
+from .meta_config import config_from_params
 from .stored_tensor import JoinedRows, PairedRows, StoredTensor, TensorRows
 
 PARAMS = "params.json"
@@ -72,7 +73,7 @@ def open_meta(folder: Path, rope_factor: float | None = None) -> Checkpoint:
     Raises:
         CheckpointError: a shard is missing, damaged or carries code; the message names it.
     """
-    params = read_params(folder / PARAMS)
+    params = read_json_object(folder / PARAMS)
     paths = _shard_paths(folder)
     shards = [load_pth(path) for path in paths]
     try:

@@ -6,32 +6,14 @@ does not say is either certain from the rest of it or asked for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .config import LlamaConfig
-from .errors import CheckpointError
 from .rope_config import RopeConfig
 
 LLAMA3_VOCABULARY = 128256
 """Vocabulary of every Llama 3: its embedding is split over the vocabulary, and it has its own special tokens."""
-
-
-def read_params(path: Path) -> dict[str, Any]:
-    """The content of params.json.
-
-    Raises:
-        CheckpointError: unreadable, or not a JSON object.
-    """
-    try:
-        params = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from None
-    if not isinstance(params, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return params
 
 
 def config_from_params(

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import hf_write, meta_write
-from .atomic import new_folder
+from . import gguf_write, hf_write, meta_write
+from .atomic import new_file, new_folder
 from .errors import CheckpointError, listed
 from .load import DTYPES
 from .model import Llama
 from .parameter_shapes import parameter_shapes
+from .tokenizer import Tokenizer
 
-FORMATS = ("hf", "meta")
+FORMATS = ("hf", "meta", "gguf")
 
 
 def save_model(
@@ -24,24 +25,27 @@ def save_model(
     path: str | Path,
     format: str = "hf",
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_bytes: int | float = 5e9,
     overwrite: bool = False,
     generation: Mapping[str, Any] | None = None,
     shards: int = 1,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write a model. The target appears complete or not at all.
 
     Args:
         model: whole (no pipeline stage, no sharded parameters), on any device, packed or not.
-        path: the folder to write; must not exist or be empty unless `overwrite`.
+        path: the folder to write (the file for "gguf"); must not exist or be empty unless `overwrite`.
         format: "hf": config.json, generation_config.json and safetensors, in files of up to `max_shard_bytes`; a tied
-            head is not written. "meta": params.json and `shards` files consolidated.NN.pth.
-        dtype: to convert to on the way; `None` keeps the model's.
+            head is not written. "meta": params.json and `shards` files consolidated.NN.pth. "gguf": one file.
+        dtype: to convert to on the way; `None` keeps the model's. For "gguf" also "Q8_0" or "Q4_0".
         max_shard_bytes: bytes of tensors in one file ("hf").
         overwrite: replace a checkpoint in `path`; files of other names stay.
         generation: content of generation_config.json ("hf"); the special token ids of the configuration by default.
         shards: files of tensor-parallel parts ("meta"); must divide the heads.
+        tokenizer: written into the same folder ("hf") or file ("gguf", where llama.cpp needs it). "meta" has no place
+            for one: copy the original tokenizer.model.
 
     Raises:
         CheckpointError: the target is taken, or the model is not whole.
@@ -50,19 +54,37 @@ def save_model(
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
     if not max_shard_bytes >= 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     if shards < 1:
         raise ValueError(f"shards is {shards}; it must be at least 1")
     tensors = whole_weights(model)
+    if format == "gguf":
+        kind = _gguf_kind(dtype or next(iter(tensors.values())).dtype)
+        with new_file(path, overwrite) as file:
+            gguf_write.write_gguf(file, model.config, tensors, kind, tokenizer)
+        return
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+    assert not isinstance(dtype, str)
+    if tokenizer is not None and format == "meta":
+        raise ValueError("tokenizer: Meta's format has no place for one; copy the original tokenizer.model")
     stale = (*hf_write.STALE, *meta_write.STALE)
     with new_folder(path, overwrite, stale) as folder:
         if format == "hf":
             hf_write.write_hf(folder, model.config, tensors, dtype, int(max_shard_bytes), generation)
+            if tokenizer is not None:
+                tokenizer.save(folder)
         else:
             meta_write.write_meta(folder, model.config, tensors, dtype, shards)
+
+
+def _gguf_kind(dtype: torch.dtype | str) -> str:
+    kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    kind = dtype.upper() if isinstance(dtype, str) else kinds.get(dtype)
+    if kind not in gguf_write.TYPES:
+        raise ValueError(f"dtype is {dtype!r}; for GGUF it must be one of {', '.join(gguf_write.TYPES)}")
+    return kind
 
 
 def whole_weights(model: Llama) -> dict[str, Tensor]:
