@@ -60,13 +60,13 @@ MIXES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+SHAPES = [(4, 1, 32, 16, torch.float32), (6, 2, 40, 4, torch.float16), (3, 3, 16, 5, torch.bfloat16)]
+
+
 @pytest.mark.parametrize(("keys", "queries"), MIXES)
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "page"), [(4, 1, 32, 16), (6, 2, 40, 4), (3, 3, 16, 5)])
-def test_mixed_lengths(
-    keys: list[int], queries: list[int], heads: int, kv_heads: int, width: int, page: int, dtype: torch.dtype
-) -> None:
-    pool = Pool(keys, queries, heads, kv_heads, width, page, dtype)
+@pytest.mark.parametrize("shape", SHAPES)  # heads, key heads, width, page size, type
+def test_mixed_lengths(keys: list[int], queries: list[int], shape: tuple[int, int, int, int, torch.dtype]) -> None:
+    pool = Pool(keys, queries, *shape)
     arguments = (pool.q, pool.k_cache, pool.v_cache, pool.tables, pool.lens)
     pool.check(paged_attention(*arguments, pool.cuts))
     pool.check(gathered_attention(*arguments, pool.cuts))
@@ -153,9 +153,9 @@ def test_what_does_not_fit() -> None:
         paged_attention(q, k_cache.repeat(1, 1, 2, 1)[:, :, :3], v_cache.repeat(1, 1, 2, 1)[:, :, :3], tables, lens)
     with pytest.raises(ValueError, match="the three must agree"):
         paged_attention(q, k_cache, v_cache, tables[:1], lens)
-    with pytest.raises(ValueError, match="seq_lens is torch.int64"):
+    with pytest.raises(ValueError, match=r"seq_lens is torch\.int64"):
         paged_attention(q, k_cache, v_cache, tables, lens.long())
-    with pytest.raises(ValueError, match="k_cache is torch.float16"):
+    with pytest.raises(ValueError, match=r"k_cache is torch\.float16"):
         paged_attention(q, k_cache.half(), v_cache.half(), tables, lens)
     with pytest.raises(ValueError, match="the cache"):
         write_kv(q, q, k_cache, v_cache, torch.zeros(2, dtype=torch.int64, device=DEVICE))

@@ -57,9 +57,7 @@ def gathered_attention(
     for i, length in enumerate(lengths):
         rows = slice(cuts[i], cuts[i + 1])
         if not 0 <= length <= block_tables.shape[1] * size:
-            raise ValueError(
-                f"seq_lens[{i}] = {length} must lie in 0 .. {block_tables.shape[1] * size}, the table's room"
-            )
+            raise ValueError(f"seq_lens[{i}] = {length} must lie in 0 .. {block_tables.shape[1] * size}")
         table = block_tables[i, : -(-length // size)].long()
         if length and rows.stop > rows.start:
             if int(table.min()) < 0 or int(table.max()) >= pages:
@@ -87,14 +85,14 @@ def paged_attention(
     Args:
         q: (T, H, D), the new tokens of sequence 0, then those of sequence 1, ...
         k_cache, v_cache: (pages, page size, K, D), any strides with dense D. H is a multiple of K.
-        block_tables: (B, P) int32. Position t of sequence b is row t % page size of page block_tables[b, t // page size].
-            Entries past a sequence's last page are not read.
+        block_tables: (B, P) int32. Position t of sequence b is row t % page size of page
+            block_tables[b, t // page size]. Entries past a sequence's last page are not read.
         seq_lens: (B,) int32, keys of each sequence, its new tokens included. 0 gives zero rows (padding of a batch).
         cu_seqlens_q: (B + 1,) int32, rows of q of each sequence; its last row is the sequence's last position.
             None is a decode step: T = B, one token each. Rows behind the last sequence are zero.
         max_seqlen_q: an upper bound on the new tokens of one sequence; None is T.
-        max_seqlen_k: an upper bound on seq_lens, which says how finely to split the keys; None is P x page size. Keep it
-            fixed where a CUDA graph is replayed.
+        max_seqlen_k: an upper bound on seq_lens, which says how finely to split the keys; None is P x page size. Keep
+            it fixed where a CUDA graph is replayed.
 
     Returns:
         (T, H, D) in the type of q. Nothing is read on the host from a GPU.
@@ -119,9 +117,9 @@ def paged_attention(
             )
     batch = seq_lens.numel()
     wanted = {"block_tables": (block_tables, 2), "seq_lens": (seq_lens, 1), "cu_seqlens_q": (cu_seqlens_q, 1)}
-    for name, (x, dims) in wanted.items():
-        if x is not None and (x.dtype != torch.int32 or x.dim() != dims or x.device != q.device or x.stride(-1) != 1):
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; expected dense int32 on {q.device}")
+    for name, (y, dims) in wanted.items():
+        if y is not None and (y.dtype != torch.int32 or y.dim() != dims or y.device != q.device or y.stride(-1) != 1):
+            raise ValueError(f"{name} is {y.dtype} {tuple(y.shape)} on {y.device}; expected dense int32 on {q.device}")
     rows = q.shape[0] + 1 if cu_seqlens_q is None else cu_seqlens_q.numel()
     if block_tables.shape[0] != batch or rows != batch + 1:
         raise ValueError(

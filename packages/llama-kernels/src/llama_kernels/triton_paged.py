@@ -100,8 +100,8 @@ def _paged_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    acc, total, top = _over_pages(acc, total, top, q, table_ptr, k_ptr, v_ptr, k_page, k_row, v_page, v_row, begin, full,
-                                  limit, scale_log2, PAGE, D, BLOCK_N, BLOCK_D, False, COMPUTE)  # fmt: skip
+    acc, total, top = _over_pages(acc, total, top, q, table_ptr, k_ptr, v_ptr, k_page, k_row, v_page, v_row, begin,
+                                  full, limit, scale_log2, PAGE, D, BLOCK_N, BLOCK_D, False, COMPUTE)  # fmt: skip
     acc, total, top = _over_pages(acc, total, top, q, table_ptr, k_ptr, v_ptr, k_page, k_row, v_page, v_row, full, end,
                                   limit, scale_log2, PAGE, D, BLOCK_N, BLOCK_D, True, COMPUTE)  # fmt: skip
     empty = total == 0.0

@@ -59,8 +59,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     Args:
         k, v: (T, K, D), any strides.
         k_cache, v_cache: (pages, page size, K, D), any strides with dense D, in the type of k.
-        slots: (T,) int32 or int64, page number x page size + row in the page. A slot below 0 or behind the cache marks a
-            padding token and is skipped. Two tokens must not share a slot.
+        slots: (T,) int32 or int64, page number x page size + row in the page. A slot below 0 or behind the cache marks
+            a padding token and is skipped. Two tokens must not share a slot.
 
     Raises:
         ValueError: on shapes, types or devices that do not fit.
