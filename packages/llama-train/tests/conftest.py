@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from llama_core import Llama, LlamaConfig, init_weights
+from llama_train import loop
 from llama_train.config import (
     CheckpointConfig,
     DataConfig,
@@ -123,3 +127,22 @@ def t0() -> Callable[..., Llama]:
         return model
 
     return make
+
+
+@pytest.fixture
+def stop_after() -> Callable[[int, pytest.MonkeyPatch], None]:
+    """`stop_after(step, patch)`: this process gets SIGTERM during that step of the next run, as from a scheduler."""
+
+    def stop(step: int, patch: pytest.MonkeyPatch) -> None:
+        original = loop.training_step
+        calls = []
+
+        def stepping(*arguments: Any) -> Any:
+            calls.append(None)
+            if len(calls) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*arguments)
+
+        patch.setattr(loop, "training_step", stepping)
+
+    return stop

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +13,13 @@ import pytest
 import torch
 
 from llama_core import load_model, load_tokenizer
-from llama_train import TrainConfig, TrainResult, loop, train
+from llama_train import TrainConfig, TrainResult, train
 from llama_train.checkpoint import SaveError, list_checkpoints, load_checkpoint
 from llama_train.loop import NonFiniteLoss
 
 Change = Callable[..., TrainConfig]
 Make = Callable[[], Any]
+Stop = Callable[[int, pytest.MonkeyPatch], None]
 
 
 def _records(result: TrainResult | TrainConfig, kind: str = "train") -> list[dict[str, Any]]:
@@ -40,19 +39,6 @@ def _last_state(config: TrainConfig) -> dict[str, torch.Tensor]:
     }
     load_checkpoint(checkpoint, state)
     return state
-
-
-def _stop_after(step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGTERM) -> None:
-    """Send this process a signal during the given step, as a scheduler would."""
-    original, calls = loop.training_step, []
-
-    def stepping(*arguments: Any) -> Any:
-        calls.append(None)
-        if len(calls) == step:
-            os.kill(os.getpid(), number)
-        return original(*arguments)
-
-    monkeypatch.setattr(loop, "training_step", stepping)
 
 
 def test_a_run_from_text_to_exported_model(tiny: TrainConfig, change: Change, recorder: Make) -> None:
@@ -88,14 +74,16 @@ def test_a_run_from_text_to_exported_model(tiny: TrainConfig, change: Change, re
         assert part in reporter.text
 
 
-def test_twenty_steps_equal_ten_and_ten_bit_for_bit(tiny: TrainConfig, tmp_path: Path, recorder: Make) -> None:
+def test_twenty_steps_equal_ten_and_ten_bit_for_bit(
+    tiny: TrainConfig, tmp_path: Path, stop_after: Stop, recorder: Make
+) -> None:
     """Case B27, nanotron#243, runs A, B and C: rates, losses, weights and moments of a resumed run."""
     whole = replace(tiny, folder=str(tmp_path / "whole"))
     train(whole, recorder())
     for stop in (10, 2):
         parts = replace(tiny, folder=str(tmp_path / f"stop{stop}"))
         with pytest.MonkeyPatch.context() as patch:
-            _stop_after(stop, patch)
+            stop_after(stop, patch)
             reporter = recorder()
             first = train(parts, reporter)
         assert (first.step, first.finished) == (stop, False)
@@ -115,11 +103,11 @@ def test_twenty_steps_equal_ten_and_ten_bit_for_bit(tiny: TrainConfig, tmp_path:
 
 
 def test_a_changed_total_is_used_from_the_resumed_step_on(
-    tiny: TrainConfig, change: Change, monkeypatch: pytest.MonkeyPatch, recorder: Make
+    tiny: TrainConfig, change: Change, monkeypatch: pytest.MonkeyPatch, stop_after: Stop, recorder: Make
 ) -> None:
     """Case B27, run D."""
     with monkeypatch.context() as patch:
-        _stop_after(10, patch)
+        stop_after(10, patch)
         train(tiny, recorder())
     reporter = recorder()
     train(change(tiny, **{"schedule.steps": 40}), reporter)
@@ -195,13 +183,13 @@ def test_a_failed_save_ends_the_run_with_the_earlier_checkpoint(
 
 
 def test_bfloat16_with_master_weights_learns_and_resumes(
-    tiny: TrainConfig, change: Change, tmp_path: Path, recorder: Make
+    tiny: TrainConfig, change: Change, tmp_path: Path, stop_after: Stop, recorder: Make
 ) -> None:
     base = change(tiny, **{"dtype": "bfloat16", "optimizer.learning_rate": 1e-2})
     whole, parts = (replace(base, folder=str(tmp_path / name)) for name in ("whole", "parts"))
     train(whole, recorder())
     with pytest.MonkeyPatch.context() as patch:
-        _stop_after(7, patch)
+        stop_after(7, patch)
         train(parts, recorder())
     train(parts, recorder())
     losses = [record["loss"] for record in _records(whole)]
