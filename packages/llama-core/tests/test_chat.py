@@ -82,11 +82,16 @@ def llama3(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def chatml(template: str = CHATML) -> Tokenizer:
+def bytes_only() -> tokenizers.Tokenizer:
     vocab = {BYTE_TO_CHAR[byte]: byte for byte in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def chatml(template: str = CHATML) -> Tokenizer:
+    backend = bytes_only()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return Tokenizer(backend, named={"eos_token": "<|im_end|>"}, chat_templates={"default": template})
 
@@ -316,20 +321,19 @@ def test_rendering_equals_transformers(llama3: Tokenizer, folder: Path, name: st
 
 
 def test_named_templates() -> None:
-    backend = chatml()._backend
-    tokenizer = Tokenizer(backend, chat_templates={"default": "D", "tool_use": "T", "rag": "R"})
+    tokenizer = Tokenizer(bytes_only(), chat_templates={"default": "D", "tool_use": "T", "rag": "R"})
     assert tokenizer.render_chat(TALK) == "D"
     assert tokenizer.render_chat(TALK, tools=[]) == "T"
     assert tokenizer.render_chat(TALK, chat_template="rag") == "R"
     with pytest.raises(ValueError, match=r"none of the chat templates \['rag'\] is named 'default'"):
-        Tokenizer(backend, chat_templates={"rag": "R"}).render_chat(TALK)
+        Tokenizer(bytes_only(), chat_templates={"rag": "R"}).render_chat(TALK)
 
 
 # --- errors and the sandbox
 
 
 def test_no_template_says_so() -> None:
-    tokenizer = Tokenizer(chatml()._backend)
+    tokenizer = Tokenizer(bytes_only())
     for call in (tokenizer.render_chat, tokenizer.encode_chat, tokenizer.encode_chat_with_mask):
         with pytest.raises(ValueError, match="has no chat template"):
             call(TALK)

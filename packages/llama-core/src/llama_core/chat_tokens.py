@@ -11,8 +11,6 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-import tokenizers
-
 from .chat import ChatTemplate
 from .special_text import MarkedText, SpecialText
 from .text import shared_front, unused_chars
@@ -79,8 +77,7 @@ class ChatEncoder:
     def ids(self) -> list[int]:
         """Token ids of the rendered chat. No BOS is added: a template that wants one writes it."""
         marked = self.special.mark(self.rendered(), self.break_mark)
-        encoding = self._encode(marked)
-        return self.special.untwin(encoding.ids, marked.sentinel)
+        return self.special.read(marked)[0]
 
     def ids_and_mask(self, end_tokens: frozenset[str]) -> tuple[list[int], list[bool]]:
         """Token ids, and for each whether the assistant wrote it, including the end token of each turn."""
@@ -93,18 +90,15 @@ class ChatEncoder:
         marked = self.special.mark(text, self.break_mark + self.open + self.close)
         spans = [self._to_end_token(span, text, marked, end_tokens) for span in spans]
         places = [(marked.position(start), marked.position(end)) for start, end in spans]
-        encoding = self._encode(marked)
-        mask = [False] * len(encoding.ids)
+        ids, encoding = self.special.read(marked)
+        mask = [False] * len(ids)
         index = 0
         for token, (start, end) in enumerate(encoding.offsets):
             while index < len(places) and start >= places[index][1]:
                 index += 1
             if index < len(places):
                 mask[token] = end > places[index][0]
-        return self.special.untwin(encoding.ids, marked.sentinel), mask
-
-    def _encode(self, marked: MarkedText) -> tokenizers.Encoding:
-        return self.special.copy(marked.sentinel).encode(marked.text, add_special_tokens=False)
+        return ids, mask
 
     def _generation_spans(self, text: str) -> list[Span]:
         starts = [i for i, char in enumerate(text) if char == self.open]

@@ -19,8 +19,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import tokenizers
-
 from .byte_level import text_to_bytes
 
 # u8::from_str_radix of Rust, which the package uses, takes a plus sign as well
@@ -193,17 +191,8 @@ def _stages(decoder: dict[str, Any], fused: bool) -> tuple[list[Stage], bool]:
     raise _unsupported(f"{json.dumps(decoder, ensure_ascii=False)}{' after Fuse' if fused else ''}")
 
 
-def decoder_of(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:
-    """The decoder's settings as they stand in tokenizer.json, or None."""
-    decoder = backend.decoder
-    if decoder is None:
-        return None
-    settings: dict[str, Any] = json.loads(decoder.__getstate__())
-    return settings
-
-
 def build_stages(decoder: dict[str, Any] | None) -> list[Stage]:
-    """Fresh streaming stages for a decoder's settings (`decoder_of`).
+    """Fresh streaming stages for a decoder's settings (`backend.decoder_settings`).
 
     Raises:
         ValueError: a kind of decoder that no Llama tokenizer has; the message names it and the known ones.

@@ -76,7 +76,7 @@ _NAMED_IDS = {
 
 def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
     value = metadata.get(key, default)
-    if value is not None and not isinstance(value, kind):
+    if value is not None and type(value) is not kind:
         raise ValueError(f"GGUF metadata {key} must be {kind.__name__}, got {type(value).__name__}")
     return value
 
@@ -155,7 +155,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     found = {}
     for key in metadata:
-        if key == prefix or key.startswith(prefix + "."):
+        if metadata[key] is not None and (key == prefix or key.startswith(prefix + ".")):
             found[key[len(prefix) + 1 :] or "default"] = _get(metadata, key, str)
     return found
 

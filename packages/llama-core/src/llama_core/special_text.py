@@ -2,9 +2,9 @@
 
 The text of a user may hold `<|eot_id|>`; only what a chat template wrote (or a caller vouches for) may become a control
 token. The tokenizers package can treat special tokens as text, but only all or none of them. So every special token
-gets a *twin* in a private copy: an ordinary added token with the same flags, spelled with a private-use character that
-is in no text given to it. The copy reads special tokens as text, and where a special token is meant its twin is put.
-Everything else (splits around tokens, Metaspace's rule for the first piece, normalizers) stays the package's own work.
+gets a *twin*: an ordinary added token with the same flags, spelled with a private-use character that is in no text
+given to it. Special tokens are always read as text, and where a special token is meant its twin is put. Everything else
+(splits around tokens, Metaspace's rule for the first piece, normalizers) stays the package's own work.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import tokenizers
 
+from .backend import package_errors, special_ids
 from .text import unused_chars
 
 _TWINS = 0xF0000  # private use, plane 15: numbers a twin after its sentinel
@@ -44,16 +45,21 @@ class MarkedText:
 
 
 class SpecialText:
-    """The special tokens of one tokenizer and the private copy that reads their twins."""
+    """The special tokens of one tokenizer, and its reader of texts with twins in them.
+
+    Takes the backend over: it gets twins, under ids past the end, and from then on reads special tokens as text. A text
+    that holds the twins' own character is read by a copy with another one.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        added = backend.get_added_tokens_decoder()
-        self._json = backend.to_str()
+        added = backend.get_added_tokens_decoder().values()
+        self.json = backend.to_str()
+        """The text of a `tokenizer.json`, without twins."""
         self._normalizer = backend.normalizer
-        self._ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._ids = special_ids(backend)
         unknown = getattr(backend.model, "unk_token", None)
         self._never_text = frozenset(self._ids.values()) - {self._ids.get(str(unknown))}
-        self._flags = {token.content: token for token in added.values()}
+        self._flags = {token.content: token for token in added if token.content}
         self._index = {content: index for index, content in enumerate(self._ids)}
         # Leftmost, then longest, over all added tokens: the package's own rule.
         ordered = sorted(self._flags, key=len, reverse=True)
@@ -62,27 +68,41 @@ class SpecialText:
         self._heads = {token[:n] for token in self._ids for n in range(1, len(token))}
         self._tails = {token[-n:] for token in self._ids for n in range(1, len(token))}
         self._longest = max(map(len, self._ids), default=0)
-        self._copy = lru_cache(maxsize=2)(self._make_copy)
+        self._first = unused_chars([])[0]
+        self._reader = self._with_twins(backend, self._first)
+        self._copy = lru_cache(maxsize=2)(
+            lambda sentinel: self._with_twins(tokenizers.Tokenizer.from_str(self.json), sentinel)
+        )
 
     def _pattern(self, content: str) -> str:
         escaped = re.escape(content)
         return rf"(?<!\w){escaped}(?!\w)" if self._flags[content].single_word else escaped
 
-    def copy(self, sentinel: str) -> tokenizers.Tokenizer:
-        """The tokenizer that reads special tokens as text and twins of this sentinel as special tokens."""
-        return self._copy(sentinel)[0]
-
-    def untwin(self, ids: list[int], sentinel: str) -> list[int]:
-        """What the copy read, with each twin's id replaced by its special token's.
+    def read(self, marked: MarkedText) -> tuple[list[int], tokenizers.Encoding]:
+        """Ids of a marked text, and the package's own encoding of it, whose `offsets` are each token's (start, end).
 
         Raises:
-            ValueError: the model itself makes a special token out of plain text.
+            ValueError: the model itself makes a special token out of plain text, or fails on the text.
         """
+        with package_errors("encoding failed"):
+            reader, real = self._reader if marked.sentinel == self._first else self._copy(marked.sentinel)
+            encoding = reader.encode(marked.text, add_special_tokens=False)
+        ids = self._checked(encoding.ids)
+        return [real.get(i, i) for i in ids] if marked.found else ids, encoding
+
+    def read_texts(self, texts: list[str]) -> list[list[int]]:
+        """Ids of several texts in which nothing is special, on several threads. Errors as for `read`."""
+        sentinel = unused_chars(texts)[0]
+        with package_errors("encoding failed"):
+            reader, _ = self._reader if sentinel == self._first else self._copy(sentinel)
+            encodings = reader.encode_batch_fast(texts, add_special_tokens=False)
+        return [self._checked(encoding.ids) for encoding in encodings]
+
+    def _checked(self, ids: list[int]) -> list[int]:
         if not self._never_text.isdisjoint(ids):
             token = next(text for text, token_id in self._ids.items() if token_id in ids)
             raise ValueError(f"the text holds {token!r} where this tokenizer reads a special token even as text")
-        real = self._copy(sentinel)[1]
-        return [real.get(i, i) for i in ids] if real else ids
+        return ids
 
     def _twin(self, content: str, sentinel: str) -> str:
         return sentinel + chr(_TWINS + self._index[content])
@@ -91,7 +111,7 @@ class SpecialText:
         normalizer = self._normalizer
         return normalizer is None or normalizer.normalize_str(content) == content
 
-    def _make_copy(self, sentinel: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    def _with_twins(self, backend: tokenizers.Tokenizer, sentinel: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         flags = self._flags
         twins = [
             tokenizers.AddedToken(
@@ -106,24 +126,23 @@ class SpecialText:
             )
             for content in self._ids
         ]
-        copy = tokenizers.Tokenizer.from_str(self._json)
-        taken = set(copy.get_vocab(with_added_tokens=True).values())
+        taken = set(backend.get_vocab(with_added_tokens=True).values())
         if len(taken) != max(taken, default=-1) + 1:
-            copy = self._reserve(twins, max(taken) + 1)
-        copy.add_tokens(twins)
-        copy.encode_special_tokens = True
+            backend = self._reserve(twins, max(taken) + 1)
+        backend.add_tokens(twins)
+        backend.encode_special_tokens = True
         real: dict[int, int] = {}
         for content, token_id in self._ids.items():
-            twin_id = copy.token_to_id(self._twin(content, sentinel))
+            twin_id = backend.token_to_id(self._twin(content, sentinel))
             assert twin_id is not None
             assert twin_id not in taken
             real[twin_id] = token_id
-        return copy, real
+        return backend, real
 
     def _reserve(self, twins: Sequence[tokenizers.AddedToken], first: int) -> tokenizers.Tokenizer:
         """A copy whose model knows the twins under ids past the end. Into a vocabulary with holes, the package would
         otherwise put a new token at an id that is taken."""
-        settings = json.loads(self._json)
+        settings = json.loads(self.json)
         vocab = settings["model"]["vocab"]
         if not isinstance(vocab, dict):
             raise ValueError("a vocabulary with holes between its ids is read for BPE and WordLevel models only")

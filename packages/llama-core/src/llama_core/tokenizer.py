@@ -13,11 +13,12 @@ from typing import Any
 
 import tokenizers
 
+from .backend import decoder_settings, leading_ids, package_errors, special_ids
 from .chat import ChatTemplates, Message, chat_variables
 from .chat_tokens import ChatEncoder
-from .decoder_stages import build_stages, decoder_of, token_bytes
+from .decoder_stages import build_stages, token_bytes
 from .detokenizer import IncrementalDetokenizer
-from .special_text import SpecialText
+from .special_text import MarkedText, SpecialText
 from .text import check_text, unused_chars
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -57,9 +58,9 @@ class Tokenizer:
             if backend.token_to_id(text) is None:
                 raise ValueError(f"{name} is {text!r}, which the vocabulary doesn't hold")
         # as in transformers, a token with a name is special whatever the file's flag says
-        special = {token.content for token in _specials(backend).values()}
+        special = special_ids(backend)
         backend.add_special_tokens([text for text in self.named.values() if text not in special])
-        self._special_ids = frozenset(_specials(backend))
+        self._special_ids = frozenset(special_ids(backend).values())
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest id. A model may have more rows than that: they are padding."""
         own = self._named_id("eos_token")
@@ -70,7 +71,7 @@ class Tokenizer:
                 raise ValueError(f"EOS id {token_id} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         self.eos_id: int | None = own if own is not None else next(iter(self.eos_ids), None)
         """The one id to write after a document in training data."""
-        prefix = self._post_processor_prefix()
+        prefix = leading_ids(backend)
         self.bos_id: int | None = self._named_id("bos_token")
         if self.bos_id is None and len(prefix) == 1:
             self.bos_id = prefix[0]
@@ -80,6 +81,7 @@ class Tokenizer:
             raise ValueError("add_bos is set, but the tokenizer names no bos_token")
         self.adds_bos = self.post_processor_adds_bos if add_bos is None else add_bos
         """Whether `encode(text)` begins with BOS."""
+        self._special = SpecialText(backend)
         self._templates = ChatTemplates(chat_templates or {})
         self.extra_settings = dict(extra_settings or {})
 
@@ -99,13 +101,9 @@ class Tokenizer:
         check_text(text, "text")
         if parse_special:
             marked = self._special.mark(text)
-            encoding = self._special.copy(marked.sentinel).encode(marked.text, add_special_tokens=False)
-            ids = self._special.untwin(encoding.ids, marked.sentinel)
         else:
-            sentinel = unused_chars([text])[0]
-            encoding = self._special.copy(sentinel).encode(text, add_special_tokens=False)
-            ids = self._special.untwin(encoding.ids, sentinel)
-        return self._with_bos(ids, add_bos)
+            marked = MarkedText(text, unused_chars([text])[0])
+        return self._with_bos(self._special.read(marked)[0], add_bos)
 
     def encode_batch(self, texts: Sequence[str], add_bos: bool = True, parse_special: bool = False) -> list[list[int]]:
         """`encode` of each text, on several threads."""
@@ -116,9 +114,7 @@ class Tokenizer:
             check_text(text, f"texts[{index}]")
         if parse_special:
             return [self.encode(text, add_bos, parse_special) for text in texts]
-        sentinel = unused_chars(texts)[0]
-        encodings = self._special.copy(sentinel).encode_batch_fast(texts, add_special_tokens=False)
-        return [self._with_bos(self._special.untwin(e.ids, sentinel), add_bos) for e in encodings]
+        return [self._with_bos(ids, add_bos) for ids in self._special.read_texts(texts)]
 
     def _with_bos(self, ids: list[int], add_bos: bool) -> list[int]:
         bos = self.bos_id
@@ -134,7 +130,8 @@ class Tokenizer:
             ValueError: an id outside the vocabulary, or not an integer.
         """
         checked = [self._check_id(token_id) for token_id in ids]
-        return self._backend.decode(checked, skip_special_tokens=skip_special)
+        with package_errors("decoding failed"):
+            return self._backend.decode(checked, skip_special_tokens=skip_special)
 
     def detokenizer(self, prompt_ids: Iterable[int] = (), skip_special: bool = True) -> IncrementalDetokenizer:
         """Decodes ids one at a time, as a continuation of `prompt_ids`."""
@@ -145,7 +142,7 @@ class Tokenizer:
                 return None
             return self._backend.id_to_token(token_id)
 
-        return IncrementalDetokenizer(piece, build_stages(decoder_of(self._backend)), prompt_ids)
+        return IncrementalDetokenizer(piece, build_stages(decoder_settings(self._backend)), prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token alone. A token of a SentencePiece vocabulary keeps its leading space; part of a
@@ -154,11 +151,12 @@ class Tokenizer:
         Raises:
             ValueError: an id outside the vocabulary, or not an integer.
         """
-        return token_bytes(self._backend.id_to_token(self._check_id(token_id)) or "", decoder_of(self._backend))
+        return token_bytes(self._backend.id_to_token(self._check_id(token_id)) or "", decoder_settings(self._backend))
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""
-        return self._backend.token_to_id(token)
+        token_id = self._backend.token_to_id(token)
+        return token_id if token_id is not None and token_id < self.vocab_size else None
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it. None for an id that no token has."""
@@ -240,7 +238,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that decides ids: vocabulary, merges, splits, added tokens, BOS. Chat templates
         and end tokens don't count."""
-        settings = json.loads(self._backend.to_str())
+        settings = json.loads(self.to_json())
         for key in ("version", "truncation", "padding", "post_processor", "decoder"):
             settings.pop(key, None)
         settings["bos"] = self.bos_id if self.adds_bos else None
@@ -248,7 +246,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The text of a `tokenizer.json`."""
-        return self._backend.to_str()
+        return self._special.json
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `tokenizer.json`, `tokenizer_config.json` and, if there is one, `chat_template.jinja` into a folder,
@@ -257,20 +255,8 @@ class Tokenizer:
 
         save_tokenizer(self, Path(path))
 
-    @cached_property
-    def _special(self) -> SpecialText:
-        return SpecialText(self._backend)
-
     def _named_id(self, name: str) -> int | None:
         return self._backend.token_to_id(self.named[name]) if name in self.named else None
-
-    def _post_processor_prefix(self) -> list[int]:
-        plain_ids = self._backend.encode("a", add_special_tokens=False).ids
-        ids = self._backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(ids) - len(plain_ids) + 1):
-            if ids[start : start + len(plain_ids)] == plain_ids:
-                return ids[:start]
-        return []
 
     def _check_id(self, token_id: Any) -> int:
         try:
@@ -280,10 +266,6 @@ class Tokenizer:
         if isinstance(token_id, bool) or not 0 <= number < self.vocab_size:
             raise ValueError(f"token id {token_id!r} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         return number
-
-
-def _specials(backend: tokenizers.Tokenizer) -> dict[int, tokenizers.AddedToken]:
-    return {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from .backend import package_errors
 from .errors import CheckpointError
 from .generation_config import load_generation_config, read_json_object, token_ids
 from .tokenizer import NAMED_TOKENS, Tokenizer
@@ -61,15 +62,15 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         CheckpointError: not a valid one; the message carries the package's own reason.
     """
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        with package_errors(f"{path}: not a tokenizer.json of the tokenizers package"):
+            return tokenizers.Tokenizer.from_str(text)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: is not UTF-8 at byte {error.start}") from None
-    except BaseException as error:  # the package raises a bare Exception, and a panic derives from BaseException only
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
-        raise CheckpointError(f"{path}: not a tokenizer.json of the tokenizers package: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _with_companions(
@@ -98,6 +99,8 @@ def _with_companions(
             chat_templates=chat_templates(folder, config),
             extra_settings={key: config[key] for key in _KEPT if key in config},
         )
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from None
 
