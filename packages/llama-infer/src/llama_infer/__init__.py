@@ -1,3 +1,20 @@
 """Generating with Llama models: engine, command line and server."""
 
+from typing import TYPE_CHECKING
+
+from .outputs import FinishReason as FinishReason
+from .outputs import RequestOutput as RequestOutput
+from .outputs import StreamChunk as StreamChunk
 from .sampling_params import SamplingParams as SamplingParams
+
+if TYPE_CHECKING:
+    from .llm import LLM as LLM
+
+
+def __getattr__(name: str) -> object:
+    # LLM needs torch, which takes seconds to import; the command line's help must not wait for it.
+    if name == "LLM":
+        from .llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
