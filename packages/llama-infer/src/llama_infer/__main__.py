@@ -1,0 +1,7 @@
+"""`python -m llama_infer`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,52 @@
+"""The command line. Each command is a frozen dataclass: its fields are the flags, its docstrings the help."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from .cli_chat import Chat
+from .cli_generate import Generate
+
+COMMANDS: dict[str, Callable[..., Any]] = {"generate": Generate, "chat": Chat}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0 done, 2 wrong input, 130 interrupted, 141 the reader of our output went away.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    try:
+        command: Generate | Chat = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="llama-infer",
+            description="Generate text with Llama models.",
+            args=sys.argv[1:] if argv is None else argv,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except SystemExit as end:  # help was shown, or a mistake explained
+        return end.code if isinstance(end.code, int) else 2
+    try:
+        return command.run()
+    except ValueError as error:
+        print(f"llama-infer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -1,0 +1,76 @@
+"""Flags that several commands share. No torch here: help and mistakes must answer at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from .embedded import embedded_model
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    model: str | None = None
+    """A Hugging Face folder or a .gguf file. Default: the embedded SmolLM2-135M-Instruct."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights. auto: float32 on a CPU, bfloat16 on a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: a GPU if there is one."""
+    max_model_len: int | None = None
+    """The longest sequence, prompt and new tokens together. Default: the model's context."""
+    generation_config: Literal["auto", "off"] = "auto"
+    """auto: the model's generation_config.json gives the defaults of the sampling flags."""
+
+    def load(self) -> LLM:
+        """The model. Raises ValueError where there is none, without the seconds that torch takes to import."""
+        path = embedded_model() if self.model is None else Path(self.model).expanduser()
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; --model wants a Hugging Face folder or a .gguf file")
+        from .llm import LLM
+
+        return LLM(
+            path,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            generation_config=self.generation_config,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    max_tokens: int | None = None
+    """The most tokens to produce."""
+    temperature: float | None = None
+    """0 takes the most probable token each time; below 1 sharpens, above 1 flattens. Default: the model's, or 1."""
+    top_k: int | None = None
+    """Draw from the k most probable tokens only; 0 draws from all. Default: the model's, or 0."""
+    top_p: float | None = None
+    """Draw from the fewest most probable tokens that sum to this probability. Default: the model's, or 1."""
+    min_p: float | None = None
+    """Draw from tokens at least this probable relative to the most probable. Default: the model's, or 0."""
+    seed: int | None = None
+    """Draw the same each time. Default: another draw each time."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """End before this text; may be given several times."""
+    ignore_eos: bool = False
+    """Go on past the model's end tokens."""
+
+    def explicit(self) -> dict[str, Any]:
+        """The settings given on the command line, by names of SamplingParams.
+
+        Raises:
+            ValueError: one outside its range.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingOptions)}
+        given = {name: value for name, value in values.items() if value is not None}
+        SamplingParams(**given)  # a mistake should not wait for the model to load
+        return given
