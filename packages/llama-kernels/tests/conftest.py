@@ -20,6 +20,12 @@ if not HAS_GPU:
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Two warnings of torch about itself, seen on a GPU only."""
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS, but there was no current CUDA context")
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated")  # inductor's import
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are deselected where there is none."""
     if HAS_GPU:

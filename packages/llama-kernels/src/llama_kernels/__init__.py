@@ -13,4 +13,5 @@ from llama_kernels.ops import ops as ops
 from llama_kernels.rms_norm import add_rms_norm as add_rms_norm
 from llama_kernels.rms_norm import rms_norm as rms_norm
 from llama_kernels.rope import rope as rope
+from llama_kernels.sample import sample as sample
 from llama_kernels.swiglu import swiglu as swiglu

@@ -13,25 +13,26 @@ import torch
 from torch import Tensor
 
 from llama_kernels import reference
-from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.compat import cdiv, device_guard, multiprocessors, next_power_of_2, runs_triton, tl, triton
 
 MAX_ROWS = 64  # beyond it the product with converted weights is faster
 
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, q_ptr, scale_ptr, y_ptr, outputs, q_stride, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_ptr, q_ptr, scale_ptr, y_ptr, outputs, q_stride,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x stays in registers; whole rows of weights stream past, the next ones already on their way."""
     k = tl.arange(0, BLOCK_K)
-    q_ptr += n[:, None].to(tl.int64) * q_stride + k[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        inside = (n < outputs)[:, None] & (start + k < K)[None, :]
-        total += tl.load(q_ptr + start, mask=inside, other=0.0).to(tl.float32) * x[None, :]
-    y = tl.sum(total, axis=1) * tl.load(scale_ptr + n, mask=n < outputs, other=0.0)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < outputs)
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    step = tl.num_programs(0) * BLOCK_N
+    for first in tl.range(tl.program_id(0) * BLOCK_N, outputs, step, num_stages=STAGES):
+        n = first + tl.arange(0, BLOCK_N)
+        inside = (n < outputs)[:, None] & (k < K)[None, :]
+        q = tl.load(q_ptr + n[:, None].to(tl.int64) * q_stride + k[None, :], mask=inside, other=0.0)
+        y = tl.sum(q.to(tl.float32) * x, axis=1) * tl.load(scale_ptr + n, mask=n < outputs, other=0.0)
+        tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < outputs)
 
 
 @triton.jit
@@ -81,10 +82,12 @@ def byte_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     with device_guard(x):
         if rows == 1:
-            block_n, block_k = 4, min(1024, next_power_of_2(width))
-            _one_row_kernel[(cdiv(outputs, block_n),)](
-                x, weight, scale, y, outputs, weight.stride(0), K=width, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4
-            )
+            block_n, block_k = 2, next_power_of_2(width)
+            programs = min(cdiv(outputs, block_n), 2 * multiprocessors(x))
+            _one_row_kernel[(programs,)](
+                x, weight, scale, y, outputs, weight.stride(0), K=width, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=4,
+                num_warps=min(max(block_k // 1024, 1), 16),
+            )  # fmt: skip
         else:
             block_m, block_n = max(16, next_power_of_2(rows)), 32 if outputs >= 8192 else 16
             _few_rows_kernel[(cdiv(outputs, block_n),)](

@@ -20,6 +20,7 @@ __all__ = [
     "multiprocessors",
     "next_power_of_2",
     "runs_triton",
+    "shared_memory",
     "tl",
     "triton",
 ]
@@ -76,6 +77,11 @@ def as_rows(x: Tensor) -> Tensor:
     """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory that one block may have on x's GPU; plenty in the interpreter."""
+    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin) if x.is_cuda else 2**30
 
 
 def cdiv(a: int, b: int) -> int:

@@ -72,9 +72,9 @@ def _quantize(x: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, 
         with device_guard(x):
             programs = min(cdiv(x.numel(), 8192), 8 * multiprocessors(x))
             _amax_kernel[(programs,)](x, amax, x.numel(), BLOCK=8192, num_warps=8)
-            _cast_kernel[(cdiv(padded, 64), cdiv(columns, 64))](
+            _cast_kernel[(cdiv(padded, 64), cdiv(columns, 128))](
                 x, amax, scale, q, qt if transposed else None, rows, columns, padded, largest,
-                BLOCK_R=64, BLOCK_C=64, num_warps=4,
+                BLOCK_R=64, BLOCK_C=128, num_warps=4,
             )  # fmt: skip
     return q, qt, scale
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama_kernels import reference
 from llama_kernels.byte_linear import MAX_ROWS, dot_dtype
-from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.compat import cdiv, device_guard, multiprocessors, next_power_of_2, runs_triton, tl, triton
 
 GROUP = 128
 
@@ -34,31 +34,36 @@ def _one_plus_sixteenths(word, NIBBLE: tl.constexpr):
 @triton.jit
 def _one_row_kernel(
     x_ptr, q_ptr, scale_ptr, minimum_ptr, y_ptr, outputs,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    g = tl.arange(0, BLOCK_G)
-    j = tl.arange(0, 16)
-    group_at = n[:, None].to(tl.int64) * GROUPS + g[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_G, 16), tl.float32)
-    for start in range(0, GROUPS, BLOCK_G):
-        inside = (n < outputs)[:, None] & (start + g < GROUPS)[None, :]
-        word = tl.load(
-            q_ptr + ((group_at + start) * 16)[:, :, None] + j[None, None, :], mask=inside[:, :, None], other=0
-        )
-        scale = tl.load(scale_ptr + group_at + start, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-        minimum = tl.load(minimum_ptr + group_at + start, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-        x_at = x_ptr + (start + g)[None, :, None] * 128 + j[None, None, :]
-        x_inside = (start + g < GROUPS)[None, :, None]
-        product = tl.zeros((BLOCK_N, BLOCK_G, 16), tl.float32)
-        x_sum = tl.zeros((1, BLOCK_G, 16), tl.float32)
-        for i in tl.static_range(8):
-            x = tl.load(x_at + 16 * i, mask=x_inside, other=0.0).to(tl.float32)
-            x_sum += x
-            product += _one_plus_sixteenths(word, i) * x
-        total += (16.0 * scale) * (product - x_sum) + minimum * x_sum  # Σ (1 + q/16) x = Σ x + Σ q x / 16
-    y = tl.sum(tl.sum(total, axis=2), axis=1)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < outputs)
+    """x stays in registers, in eight parts; whole rows of weights stream past, the next ones already on their way."""
+    g = tl.arange(0, BLOCK_G)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    x_at, real = x_ptr + g * 128 + j, g < GROUPS
+    x_0 = tl.load(x_at, mask=real, other=0.0).to(tl.float32)
+    x_1 = tl.load(x_at + 16, mask=real, other=0.0).to(tl.float32)
+    x_2 = tl.load(x_at + 32, mask=real, other=0.0).to(tl.float32)
+    x_3 = tl.load(x_at + 48, mask=real, other=0.0).to(tl.float32)
+    x_4 = tl.load(x_at + 64, mask=real, other=0.0).to(tl.float32)
+    x_5 = tl.load(x_at + 80, mask=real, other=0.0).to(tl.float32)
+    x_6 = tl.load(x_at + 96, mask=real, other=0.0).to(tl.float32)
+    x_7 = tl.load(x_at + 112, mask=real, other=0.0).to(tl.float32)
+    x_sum = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))
+    step = tl.num_programs(0) * BLOCK_N
+    for first in tl.range(tl.program_id(0) * BLOCK_N, outputs, step, num_stages=STAGES):
+        n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
+        inside = (n < outputs) & real
+        word = tl.load(q_ptr + (n * GROUPS + g) * 16 + j, mask=inside, other=0)
+        scale = tl.load(scale_ptr + n * GROUPS + g, mask=inside, other=0.0).to(tl.float32)
+        minimum = tl.load(minimum_ptr + n * GROUPS + g, mask=inside, other=0.0).to(tl.float32)
+        total = _one_plus_sixteenths(word, 0) * x_0 + _one_plus_sixteenths(word, 1) * x_1
+        total += _one_plus_sixteenths(word, 2) * x_2 + _one_plus_sixteenths(word, 3) * x_3
+        total += _one_plus_sixteenths(word, 4) * x_4 + _one_plus_sixteenths(word, 5) * x_5
+        total += _one_plus_sixteenths(word, 6) * x_6 + _one_plus_sixteenths(word, 7) * x_7
+        total = (16.0 * scale) * (total - x_sum) + minimum * x_sum  # Σ (1 + q/16) x = Σ x + Σ q x / 16
+        y = tl.sum(tl.sum(total, axis=2), axis=1)
+        out = first + tl.arange(0, BLOCK_N)
+        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < outputs)
 
 
 @triton.jit
@@ -97,10 +102,12 @@ def _int4_linear(x: Tensor, packed: Tensor, scale: Tensor, minimum: Tensor) -> T
     x = x if x.stride(1) == 1 else x.contiguous()
     with device_guard(x):
         if rows == 1:
-            block_n, block_g = 4, min(8, next_power_of_2(groups))
-            _one_row_kernel[(cdiv(outputs, block_n),)](
-                x, packed, scale, minimum, y, outputs, GROUPS=groups, BLOCK_N=block_n, BLOCK_G=block_g, num_warps=4
-            )
+            block_n, block_g = 2, next_power_of_2(groups)
+            programs = min(cdiv(outputs, block_n), 2 * multiprocessors(x))
+            _one_row_kernel[(programs,)](
+                x, packed, scale, minimum, y, outputs, GROUPS=groups, BLOCK_N=block_n, BLOCK_G=block_g, STAGES=4,
+                num_warps=min(max(block_g // 8, 1), 16),
+            )  # fmt: skip
         else:
             block_m, block_n = max(16, next_power_of_2(rows)), 32 if outputs >= 8192 else 16
             _few_rows_kernel[(cdiv(outputs, block_n),)](

@@ -87,3 +87,39 @@ def int4_weight(packed: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     shifts = torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32).view(8, 1)
     q = (packed.unsqueeze(2) >> shifts) & 15  # (N, groups, 8, 16)
     return (q.flatten(2).to(dtype) * scale.to(dtype).unsqueeze(2) + minimum.to(dtype).unsqueeze(2)).flatten(1)
+
+
+def kept_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Mask (B, V) of what temperature → top-k → top-p → min-p leave; settings (B,). Equals of a threshold stay."""
+    x = logits.to(wide(logits.dtype))
+    ordered = x.sort(dim=1, descending=True).values
+    vocabulary = x.shape[1]
+    k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).to(torch.int64)
+    threshold = ordered.gather(1, (k - 1).unsqueeze(1))
+    scaled = (ordered - ordered[:, :1]) / temperature.clamp(min=1e-30).to(x.dtype).unsqueeze(1)
+    weights = torch.where(ordered >= threshold, scaled.exp(), 0.0)
+    before = weights.cumsum(1) - weights  # weight of the tokens ahead of this one
+    nucleus = before < top_p.to(x.dtype).unsqueeze(1) * weights.sum(1, keepdim=True)
+    nucleus |= (top_p >= 1).unsqueeze(1)
+    likely = scaled.exp() >= min_p.to(x.dtype).unsqueeze(1)
+    stay = (ordered >= threshold) & nucleus & likely
+    stay[:, 0] = True
+    lowest = torch.where(stay, ordered, torch.inf).amin(1, keepdim=True)
+    return (x >= lowest) & (x > -torch.inf)
+
+
+def sample(
+    logits: Tensor, seeds: Tensor, offsets: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """One token id per row (B,), the row's uniform number from torch's generator seeded by (seed, offset)."""
+    x = logits.to(wide(logits.dtype))
+    kept = kept_tokens(x, temperature, top_k, top_p, min_p)
+    scaled = (x - x.amax(1, keepdim=True)) / temperature.clamp(min=1e-30).to(x.dtype).unsqueeze(1)
+    cumulative = torch.where(kept, scaled.exp(), 0.0).cumsum(1, dtype=torch.float64)
+    uniform = [
+        torch.rand((), generator=torch.Generator().manual_seed(hash((seed, offset))), dtype=torch.float64)
+        for seed, offset in zip(seeds.tolist(), offsets.tolist(), strict=True)
+    ]
+    point = torch.stack(uniform).to(x.device).unsqueeze(1) * cumulative[:, -1:] if uniform else cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, point, right=True).squeeze(1).clamp(max=x.shape[1] - 1)
+    return torch.where(temperature > 0, drawn, x.argmax(1))

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from llama_kernels import reference
-from llama_kernels.compat import as_rows, cdiv, device_guard, multiprocessors, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.compat import (
+    as_rows,
+    cdiv,
+    device_guard,
+    multiprocessors,
+    next_power_of_2,
+    runs_triton,
+    shared_memory,
+    tl,
+    triton,
+)
 
 
 @triton.jit
@@ -78,7 +88,7 @@ def _backward_tile(width: int, element_size: int, x: Tensor) -> tuple[int, int, 
     block = next_power_of_2(width)
     rows = max(2 if block <= 4096 else 1, 2048 // block)
     warps = min(max(rows * block // 1024, 1), 16)
-    shared = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 0
+    shared = shared_memory(x)
     step = 3 * rows * block * element_size  # dy, x and perhaps dtotal
     stages = 3 if 3 * step <= shared else 2 if 2 * step <= shared else 1
     return rows, block, warps, stages, max(1, 8 // warps)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_kernels import reference
-from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.compat import device_guard, next_power_of_2, runs_triton, tl, triton
 
 
 @triton.jit
@@ -38,10 +38,11 @@ def _turn(
 
 @triton.jit
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, seq, q_heads, k_heads,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, seq,
     q_stride_b, q_stride_s, q_stride_h, q_stride_d, k_stride_b, k_stride_s, k_stride_h, k_stride_d,
     cos_stride_b, cos_stride_s, cos_stride_d, sin_stride_b, sin_stride_s, sin_stride_d,
-    HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, INVERSE: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)  # int64: a million tokens of 32 heads pass 2³¹ (#12)
     batch, position = token // seq, token % seq
@@ -53,14 +54,12 @@ def _rope_kernel(
     sin = tl.load(sin_ptr + channel * sin_stride_d, mask=real, other=0.0).to(tl.float32)
     if INVERSE:
         sin = -sin
-    block = tl.program_id(1)
-    q_blocks = tl.cdiv(q_heads, HEADS)
-    if block < q_blocks:
-        _turn(q_ptr, q_out_ptr, cos, sin, batch, position, q_heads, seq, channel, block * HEADS,
-              q_stride_b, q_stride_s, q_stride_h, q_stride_d, HALF, HEADS)  # fmt: skip
-    else:
-        _turn(k_ptr, k_out_ptr, cos, sin, batch, position, k_heads, seq, channel, (block - q_blocks) * HEADS,
-              k_stride_b, k_stride_s, k_stride_h, k_stride_d, HALF, HEADS)  # fmt: skip
+    for first_head in tl.static_range(0, Q_HEADS, Q_BLOCK):
+        _turn(q_ptr, q_out_ptr, cos, sin, batch, position, Q_HEADS, seq, channel, first_head,
+              q_stride_b, q_stride_s, q_stride_h, q_stride_d, HALF, Q_BLOCK)  # fmt: skip
+    for first_head in tl.static_range(0, K_HEADS, K_BLOCK):
+        _turn(k_ptr, k_out_ptr, cos, sin, batch, position, K_HEADS, seq, channel, first_head,
+              k_stride_b, k_stride_s, k_stride_h, k_stride_d, HALF, K_BLOCK)  # fmt: skip
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
@@ -73,12 +72,12 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     if cos.shape[0] == 1:  # one row of angles for the whole batch: stride 0
         cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     padded = next_power_of_2(width // 2)
-    heads = min(next_power_of_2(max(q_heads, k_heads)), max(1, 2048 // padded))
+    most = max(1, 4096 // padded)  # heads in one tile
     with device_guard(q):
-        _rope_kernel[(batch * seq, cdiv(q_heads, heads) + cdiv(k_heads, heads))](
-            q, k, cos, sin, q_out, k_out, seq, q_heads, k_heads,
-            *q.stride(), *k.stride(), *cos.stride(), *sin.stride(),
-            HALF=width // 2, PADDED=padded, HEADS=heads, INVERSE=inverse, num_warps=4,
+        _rope_kernel[(batch * seq,)](
+            q, k, cos, sin, q_out, k_out, seq, *q.stride(), *k.stride(), *cos.stride(), *sin.stride(),
+            Q_HEADS=q_heads, K_HEADS=k_heads, Q_BLOCK=min(next_power_of_2(q_heads), most),
+            K_BLOCK=min(next_power_of_2(k_heads), most), HALF=width // 2, PADDED=padded, INVERSE=inverse, num_warps=4,
         )  # fmt: skip
     return q_out, k_out
 

@@ -1,0 +1,160 @@
+"""The k-th largest logit, or where the nucleus ends, without a sort: pieces of the `sample` kernel.
+
+A logit is a float32; `key_of` maps it to an int32 of the same order, so that a threshold can be bisected. To find
+one, guess a bracket, narrow it by tallying the row at two points until few tokens are inside (at most BLOCK), gather
+those, and bisect them in registers: exact whatever the guess was.
+
+The guess. The first walk over the row keeps each lane's maximum; the k-th largest of these is no larger than the k-th
+largest of all, and where the distribution is peaked hardly smaller. Where it is flat, the quantile of a sample of the
+row is near, with a margin of two standard deviations.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from llama_kernels.compat import tl, triton
+
+
+@triton.jit
+def key_of(x):
+    """float32 → int32 with the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 becomes +0: they are equal
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(key):
+    """The inverse of `key_of`; takes an int64 within int32's range."""
+    key = key.to(tl.int32)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_tokens(row_ptr, column, vocabulary):
+    return tl.load(row_ptr + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def largest_with(keys, weights, low, high, target):
+    """The largest t in [low, high) with Σ_{keys ≥ t} weights ≥ target, given that low has it and high has not."""
+    while high - low > 1:
+        middle = (low + high) >> 1
+        enough = tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0.0), axis=0) >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _roughly_with(values, weights, low, high, target):
+    """A value t in [low, high) with Σ_{values ≥ t} weights ≥ target if low has it, near the largest such t."""
+    for _ in range(14):
+        middle = 0.5 * (low + high)
+        enough = tl.sum(tl.where(values >= middle, weights, 0.0), axis=0) >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK: tl.constexpr):
+    """Number and weight of the tokens with key ≥ first, and ≥ second."""
+    lane = tl.arange(0, BLOCK)
+    first, second = first.to(tl.int32), second.to(tl.int32)
+    count_1 = tl.zeros((BLOCK,), tl.int32)
+    count_2 = tl.zeros((BLOCK,), tl.int32)
+    mass_1 = tl.zeros((BLOCK,), tl.float32)
+    mass_2 = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+        x = load_tokens(row_ptr, start + lane, vocabulary)
+        key = key_of(x)
+        weight = tl.exp((x - top) * inverse_t)
+        count_1 += (key >= first).to(tl.int32)
+        count_2 += (key >= second).to(tl.int32)
+        mass_1 += tl.where(key >= first, weight, 0.0)
+        mass_2 += tl.where(key >= second, weight, 0.0)
+    return tl.sum(count_1, axis=0), tl.sum(count_2, axis=0), tl.sum(mass_1, axis=0), tl.sum(mass_2, axis=0)
+
+
+@triton.jit
+def threshold(
+    row_ptr, kept_ptr, vocabulary, low, top, inverse_t, target, lane_best, sampled, fraction,
+    BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest key t ≥ low with F(t) ≥ target, where F counts or weighs (exp((x − top) / T)) the tokens from t up.
+
+    `fraction` is the target's share of F(low). Returns t, the weight from t up, and how many tokens `kept_ptr` holds if
+    these include all from t up, else −1.
+    """
+    lane = tl.arange(0, BLOCK)
+    above = key_of(top).to(tl.int64) + 1
+    high, count_high, mass_high, count_low = above, 0, 0.0, vocabulary
+
+    in_lanes, in_sample = key_of(lane_best) >= low.to(tl.int32), key_of(sampled) >= low.to(tl.int32)
+    if BY_MASS:
+        lane_weight = tl.where(in_lanes, tl.exp((lane_best - top) * inverse_t), 0.0)
+        weight = tl.where(in_sample, tl.exp((sampled - top) * inverse_t), 0.0)
+    else:
+        lane_weight, weight = in_lanes.to(tl.float32), in_sample.to(tl.float32)
+    floor = tl.min(tl.where(in_sample, sampled, top), axis=0)
+    first, second = low, high
+    if tl.sum(lane_weight, axis=0) >= target:
+        bottom = tl.min(tl.where(in_lanes, lane_best, top), axis=0)
+        guess = _roughly_with(lane_best, lane_weight, bottom, top, target)
+        low = tl.maximum(low, key_of(guess).to(tl.int64))  # certain: the lanes alone reach the target there
+        count_low = BLOCK  # hoped: gathering will tell
+    else:
+        total = tl.sum(weight, axis=0)
+        spread = tl.sqrt(fraction * (1.0 - fraction) * tl.sum(weight * weight, axis=0))  # deviation of a share
+        guess = _roughly_with(sampled, weight, floor, top, fraction * total + 2.0 * spread)
+        first = key_of(guess).to(tl.int64)
+        guess = _roughly_with(sampled, weight, floor, top, fraction * total - 2.0 * spread)
+        second = key_of(guess).to(tl.int64)
+
+    x, kept, tries = sampled, 0, 0
+    searching = True
+    while searching:
+        while (count_low - count_high > BLOCK) & (high - low > 1):
+            first = tl.minimum(tl.maximum(first, low), high - 1)
+            second = tl.minimum(tl.maximum(second, first), high)
+            count_1, count_2, mass_1, mass_2 = _tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK)
+            if BY_MASS:
+                reached_1, reached_2 = mass_1 >= target, mass_2 >= target
+            else:
+                reached_1, reached_2 = count_1.to(tl.float32) >= target, count_2.to(tl.float32) >= target
+            low = tl.where(reached_2, second, tl.where(reached_1, first, low))
+            count_low = tl.where(reached_2, count_2, tl.where(reached_1, count_1, count_low))
+            high = tl.where(reached_2, high, tl.where(reached_1, second, first))
+            count_high = tl.where(reached_2, count_high, tl.where(reached_1, count_2, count_1))
+            mass_high = tl.where(reached_2, mass_high, tl.where(reached_1, mass_2, mass_1))
+            # Next, thirds of the values while that makes sense, then thirds of the keys, which always end.
+            tries += 1
+            bottom = tl.maximum(_value(low), floor)
+            third = (tl.minimum(_value(high - 1), top) - bottom) / 3.0
+            by_value = (tries < 8) & (third > 0.0)
+            first = tl.where(by_value, key_of(bottom + third).to(tl.int64), low + (high - low) // 3)
+            second = tl.where(by_value, key_of(bottom + 2.0 * third).to(tl.int64), low + 2 * (high - low) // 3)
+
+        # The few tokens inside the bracket, side by side, in order.
+        kept = 0
+        for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+            x = load_tokens(row_ptr, start + lane, vocabulary)
+            key = key_of(x)
+            inside = ((key >= low.to(tl.int32)) & (key < high.to(tl.int32))).to(tl.int32)
+            at = kept + tl.cumsum(inside, axis=0) - 1
+            tl.store(kept_ptr + at, x, mask=(inside > 0) & (at < BLOCK))
+            kept += tl.sum(inside, axis=0)
+        count_low = kept + count_high
+        searching = (kept > BLOCK) & (high - low > 1)
+    tl.debug_barrier()
+    x = tl.load(kept_ptr + lane, mask=lane < kept, other=float("-inf"))
+    weight = tl.exp((x - top) * inverse_t)
+    if BY_MASS:
+        t = largest_with(key_of(x), weight, low, high, target - mass_high)
+    else:
+        t = largest_with(key_of(x), (lane < kept).to(tl.float32), low, high, target - count_high)
+    mass = mass_high + tl.sum(tl.where(key_of(x) >= t.to(tl.int32), weight, 0.0), axis=0)
+    complete = tl.where((high == above) & (kept <= BLOCK), kept, -1)
+    if kept > BLOCK:  # more equal logits than fit: t is their key, and their weight has to be counted
+        _, _, mass, _ = _tally(row_ptr, vocabulary, t, t, top, inverse_t, BLOCK)
+    tl.debug_barrier()
+    return t, mass, complete
