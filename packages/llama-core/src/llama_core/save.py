@@ -97,6 +97,8 @@ def whole_weights(model: Llama) -> dict[str, Tensor]:
     expected = parameter_shapes(model.config)
     if missing := [name for name in expected if name not in present]:
         raise CheckpointError(f"only whole models are saved; this one lacks {listed(missing)}")
+    if extra := [name for name in present if name not in expected and name != "lm_head.weight"]:
+        raise CheckpointError(f"the model has more than a Llama's weights; merge or undo it first: {listed(extra)}")
     tensors = {name: present[name] for name in expected}
     if sharded := [name for name, tensor in tensors.items() if hasattr(tensor, "full_tensor")]:
         raise CheckpointError(f"only whole models are saved; sharded over processes: {listed(sharded)}")
