@@ -175,7 +175,8 @@ def test_the_first_of_equal_tokens_counts() -> None:
 
 def test_a_written_file(tmp_path: Path) -> None:
     """Through the gguf package's writer and our reader."""
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     metadata = gguf_of(trained(), chat_template=CHAT)
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
