@@ -332,7 +332,7 @@ def test_named_templates() -> None:
 
 
 def test_a_key_without_a_value_is_left_out(llama3: Tokenizer) -> None:
-    """APIs send `"tool_calls": null`; templates ask whether the key is there. So do later releases of transformers 5."""
+    """APIs send `"tool_calls": null`, and templates ask whether the key is there; newer transformers 5 agree."""
     message = {"role": "user", "content": "Hi", "tool_calls": None}
     template = "{{ 'tool_calls' in messages[0] }}"
     assert llama3.render_chat([message], chat_template=template) == "False"
