@@ -112,6 +112,14 @@ def test_the_installed_command_is_this_function() -> None:
     assert entry.load() is main
 
 
+def test_a_terminal_that_knows_only_ascii(config_file: Path) -> None:
+    flags = ["--schedule.steps", "4", "--evaluation.sample-tokens", "1", "--evaluation.sample-prompt", "é文"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    result = _run([sys.executable, "-m", "llama_train", "run", config_file, *flags], env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "sample     ??" in result.stdout
+
+
 def test_torchrun_with_one_process(config_file: Path, tmp_path: Path) -> None:
     torchrun = Path(sysconfig.get_path("scripts")) / "torchrun"
     command = [torchrun, "--nproc-per-node", 1, "-m", "llama_train", "run", config_file, "--schedule.steps", 5]

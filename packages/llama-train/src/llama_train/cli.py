@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done or stopped on request, 1 the run failed, 2 wrong input, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a sample may hold what an old terminal cannot show
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if arguments else 2

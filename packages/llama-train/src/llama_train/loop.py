@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         )
     config = resolve(config)
     device = torch.device(config.device)
-    with reporter or Reporter(progress=config.logging.progress) as reporter:
-        folder, changes = open_run_folder(config)
+    reporter = reporter or Reporter(progress=config.logging.progress)
+    with reporter, open_run_folder(config) as (folder, changes):
         reporter.note(f"run        {folder.path}")
         data = prepare(config.data, folder.data, reporter.note)
         run = _Run(config, folder, data, device, reporter)
@@ -208,7 +209,8 @@ class _Run:
             sample = sample_text(self.model, tokenizer, self.config.evaluation, self.config.seed)
             self.reporter.note("sample     " + sample.replace("\n", "\n           "))
         if export is not None:
-            self.reporter.note(f"generate   llama-infer generate --model {export} --prompt 'def '")
+            prompt = shlex.quote(self.config.evaluation.sample_prompt)
+            self.reporter.note(f"generate   llama-infer generate --model {shlex.quote(str(export))} --prompt {prompt}")
         return TrainResult(self.folder.path, self.done, True, result, export, sample)
 
     def _evaluate(self) -> Evaluation:

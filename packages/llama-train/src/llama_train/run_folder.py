@@ -3,12 +3,17 @@ deleted here."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import list_checkpoints
 from .config import TrainConfig
 from .config_file import dump_config, load_config
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -43,40 +48,63 @@ class RunFolder:
         return self.path / "hf"
 
 
-def open_run_folder(config: TrainConfig) -> tuple[RunFolder, list[str]]:
+@contextmanager
+def open_run_folder(config: TrainConfig) -> Iterator[tuple[RunFolder, list[str]]]:
     """Make the run folder, or check that an existing one is of this run, and write the settings into it.
+
+    While the context lasts, no other process can open the same folder.
 
     Args:
         config: resolved, that is with no "auto" left in device and dtype.
 
-    Returns:
+    Yields:
         (the folder, settings that differ from those of the last start, a line each).
 
     Raises:
-        ValueError: the folder exists and may not be used: it is no run folder, `resume` is "never", or its checkpoints
-            are of another model, other data or another seed.
+        ValueError: the folder exists and may not be used: it is no run folder, `resume` is "never", another process
+            uses it, or its checkpoints are of another model, other data or another seed.
     """
     run = RunFolder(Path(config.folder) if config.folder is not None else Path("runs") / config.name)
     other = "choose another name with --name or another folder with --folder"
     changes: list[str] = []
+    before = None
     if run.path.exists() and not run.path.is_dir():
         raise ValueError(f"{run.path} is a file, not a run folder: {other}")
-    if run.path.is_dir() and any(run.path.iterdir()):
+    if run.path.is_dir() and any(path.name != _LOCK for path in run.path.iterdir()):
         if not run.config.is_file():
             raise ValueError(f"{run.path} exists and is no run folder (it has no config.toml): {other}")
         if config.resume == "never":
             raise ValueError(f"{run.path} exists: continue that run with --resume auto, or {other}")
         before = load_config(run.config)
-        if list_checkpoints(run.checkpoints):
-            wrong = _differences(_fixed(before), _fixed(config))
-            if wrong:
-                raise ValueError(f"{run.path} holds another run ({'; '.join(wrong)}): set that back, or {other}")
-            changes = _differences(_free(before), _free(config))
+    if before is not None and list_checkpoints(run.checkpoints):
+        wrong = _differences(_fixed(before), _fixed(config))
+        if wrong:
+            raise ValueError(f"{run.path} holds another run ({'; '.join(wrong)}): set that back, or {other}")
+        changes = _differences(_free(before), _free(config))
     run.path.mkdir(parents=True, exist_ok=True)
-    temporary = run.config.with_suffix(".tmp")
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(run.config)
-    return run, changes
+    with _locked(run.path / _LOCK):
+        temporary = run.config.with_suffix(".tmp")
+        temporary.write_text(dump_config(config), encoding="utf-8")
+        temporary.replace(run.config)
+        yield run, changes
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends. Where the system has none, go without."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path.parent} is in use by another process: wait, or choose another name") from None
+        except OSError:
+            pass  # a network file system without locks
+        yield
 
 
 def _fixed(config: TrainConfig) -> dict[str, object]:
