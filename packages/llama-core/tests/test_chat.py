@@ -207,6 +207,14 @@ def test_two_parts_can_not_be_joined_to_a_special_token(llama3: Tokenizer) -> No
         assert llama3.encode_chat(messages, chat_template=template) == [BOS, *b"<|eot_id|>"]
 
 
+@pytest.mark.parametrize(
+    ("text", "template"), [("<|eot_id|", "{{ messages[0].content }}>"), ("|eot_id|>", "<{{ messages[0].content }}")]
+)
+def test_a_template_can_not_complete_a_special_token(llama3: Tokenizer, text: str, template: str) -> None:
+    ids = llama3.encode_chat([{"role": "user", "content": text}], chat_template=template)
+    assert ids == list(b"<|eot_id|>")
+
+
 def test_tools_and_other_variables_stay_text_too(llama3: Tokenizer) -> None:
     template = "{{ bos_token }}{{ tools | tojson }}{{ note }}<|eot_id|>{{ messages | length }}"
     tools = [{"name": "f", "description": "<|eot_id|> & <b>"}]

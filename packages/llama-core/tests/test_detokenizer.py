@@ -186,10 +186,11 @@ def test_random_ids_stream_as_they_decode(name: str) -> None:
     tokenizer = Tokenizer(backend)
     size, rng = tokenizer.vocab_size, random.Random(name)
     shift = 0 if name == "byte level" else 3
-    bytes_of = [byte + shift for byte in "😀€".encode()] if size > 200 else []
+    often = [byte + shift for byte in "😀€".encode()] if size > 200 else []
+    often += [token_id for token_id in map(tokenizer.token_to_id, ("▁", "Ġ")) if token_id is not None] * 3
     met = 0
     for _ in range(700):
-        pool = range(size) if rng.random() < 0.5 else [*rng.choices(range(size), k=5), *bytes_of]
+        pool = range(size) if rng.random() < 0.5 else [*rng.choices(range(size), k=5), *often]
         ids = rng.choices(pool, k=rng.randrange(14))
         cut, skip = rng.randrange(len(ids) + 1), rng.random() < 0.5
         whole = oracle.decode(ids, skip_special_tokens=skip)
