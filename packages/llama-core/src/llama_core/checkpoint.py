@@ -31,7 +31,7 @@ Twice as much for a wider stored type; dequantising takes about ten times as muc
 GPU_PIECE_BYTES = 8 << 20
 """The same on a GPU, where every piece is one transfer and small ones cost more in starting than in copying."""
 READERS = 8
-"""Threads that read, at most. One copies from the page cache at a few GB/s; fast disks and GPUs take what eight give."""
+"""Threads that read, at most. One copies a few GB/s from the page cache; fast disks and GPUs take what eight give."""
 
 _OLD_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
