@@ -19,8 +19,7 @@ import torch
 
 from llama_core import CheckpointError, Llama, LlamaConfig, load_model, save_model
 from llama_core.gguf_file import read_gguf_header
-from llama_core.lora import LoraConfig, adapter_of, apply_lora
-from llama_core.lora_files import load_adapter, save_adapter
+from llama_core.lora import LoraConfig, adapter_of, apply_lora, load_adapter, save_adapter
 
 FILES = 2000
 SECONDS = 20.0

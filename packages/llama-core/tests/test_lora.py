@@ -14,8 +14,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llama_core import CheckpointError, Llama, load_model, pack_projections, save_model
-from llama_core.lora import Adapter, LoraConfig, LoraLinear, adapter_of, apply_lora, merge_lora
-from llama_core.lora_files import load_adapter, save_adapter
+from llama_core.lora import (
+    Adapter,
+    LoraConfig,
+    LoraLinear,
+    adapter_of,
+    apply_lora,
+    load_adapter,
+    merge_lora,
+    save_adapter,
+)
 
 Make = Callable[..., Llama]
 # PEFT gives advice on its configuration, and calls what newer transformers deprecates; neither is about our files.

@@ -15,7 +15,7 @@ from .atomic import new_folder
 from .errors import CheckpointError, listed
 from .file_bytes import FileBytes, Scratch
 from .generation_config import read_json_object
-from .lora import Adapter, LoraConfig
+from .lora_layers import Adapter, LoraConfig
 from .pth_file import load_pth
 from .safetensors_file import read_header
 from .safetensors_write import write_safetensors
