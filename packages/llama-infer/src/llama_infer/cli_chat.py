@@ -42,7 +42,7 @@ class Chat(SamplingOptions, ModelOptions):
         name = NAME if self.model is None else Path(self.model).name
         weight = next(llm.model.parameters())
         _tell(f"{name}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}")
-        for notice in llm.notices:
+        for notice in llm.model_sampling.notices(settings):
             _tell(notice)
         _tell("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
         for line in _lines():

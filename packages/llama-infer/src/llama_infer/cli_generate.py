@@ -37,7 +37,7 @@ class Generate(SamplingOptions, ModelOptions):
         if not prompt:
             raise ValueError("the prompt is empty; give --prompt TEXT, or --prompt - and text on standard input")
         llm = self.load()
-        for notice in llm.notices:
+        for notice in llm.model_sampling.notices(settings):
             print(f"llama-infer: {notice}", file=sys.stderr)
         params = llm.sampling_params(**settings)
         if params.max_tokens is None:

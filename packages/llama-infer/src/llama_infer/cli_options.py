@@ -71,6 +71,9 @@ class SamplingOptions:
             ValueError: one outside its range.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingOptions)}
-        given = {name: value for name, value in values.items() if value is not None}
+        # By identity: 0 is a setting, and equals False.
+        given = {
+            name: value for name, value in values.items() if value is not None and value is not False and value != ()
+        }
         SamplingParams(**given)  # a mistake should not wait for the model to load
         return given

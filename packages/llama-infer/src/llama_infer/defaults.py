@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +11,45 @@ from llama_core import CheckpointError, load_generation_config
 
 from . import embedded
 
-_ONE_TO_ONE = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_ONE_TO_ONE |= {"max_new_tokens": "max_tokens"}
+_NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_NAMES |= {"max_new_tokens": "max_tokens"}
 
 
-def model_sampling(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The sampling settings that the model at `path` wants, by names of SamplingParams, and notices for the user.
+@dataclass(frozen=True)
+class ModelSampling:
+    """How a model wants to be sampled."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """By names of SamplingParams."""
+    source: str = ""
+    """Where they come from."""
+    remarks: tuple[str, ...] = ()
+    """What the user should know about the source."""
+
+    def notices(self, explicit: Container[str] = ()) -> list[str]:
+        """Sentences that tell the user which defaults apply beside the settings that are explicit."""
+        applied = [f"{name} {value}" for name, value in self.settings.items() if name not in explicit]
+        told = [f"sampling defaults from {self.source}: {', '.join(applied)}"] if applied else []
+        return [*told, *self.remarks]
+
+
+def model_sampling(path: Path) -> ModelSampling:
+    """The sampling defaults of the model at `path`.
 
     They come from generation_config.json, with `do_sample: false` as temperature 0. A broken file (Llama 3.2 was
-    published with one) is a notice and not an error: the model works without it.
+    published with one) is a remark and not an error: the model works without it.
     """
     if path == embedded.find_embedded():
-        return dict(embedded.SAMPLING), [_shown(embedded.SAMPLING, f"the model card of {embedded.NAME}")]
+        return ModelSampling(embedded.SAMPLING, f"the model card of {embedded.NAME}")
     if not path.is_dir():
-        return {}, []
+        return ModelSampling()
     try:
         config = load_generation_config(path)
     except CheckpointError as error:
-        return {}, [f"going on without generation_config.json: {error}"]
-    settings = {ours: value for theirs, ours in _ONE_TO_ONE.items() if (value := getattr(config, theirs)) is not None}
+        return ModelSampling(remarks=(f"going on without generation_config.json: {error}",))
+    settings = {ours: value for theirs, ours in _NAMES.items() if (value := getattr(config, theirs)) is not None}
     if config.do_sample is False:
-        settings = {key: value for key, value in settings.items() if key == "max_tokens"} | {"temperature": 0.0}
-    notices = [_shown(settings, "generation_config.json")] if settings else []
-    if config.repetition_penalty not in (None, 1.0):
-        notices.append(
-            f"generation_config.json wants repetition_penalty {config.repetition_penalty}: not supported yet"
-        )
-    return settings, notices
-
-
-def _shown(settings: dict[str, Any], source: str) -> str:
-    pairs = ", ".join(f"{key} {value}" for key, value in settings.items())
-    return f"sampling defaults from {source}: {pairs} (--generation-config off ignores them)"
+        settings = {name: value for name, value in settings.items() if name == "max_tokens"} | {"temperature": 0.0}
+    penalty = config.repetition_penalty
+    ignored = () if penalty in (None, 1.0) else (f"generation_config.json's repetition_penalty {penalty} is ignored",)
+    return ModelSampling(settings, "generation_config.json", ignored)

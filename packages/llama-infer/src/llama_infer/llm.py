@@ -14,7 +14,7 @@ import torch
 from llama_core import Llama, Tokenizer, load_model, load_tokenizer, pack_projections
 
 from .cpu import use_onednn
-from .defaults import model_sampling
+from .defaults import ModelSampling, model_sampling
 from .embedded import embedded_model
 from .engine import Engine
 from .outputs import RequestOutput, StreamChunk
@@ -48,7 +48,7 @@ class LLM:
 
     Attributes:
         default_params: what `generate` uses where it is given none.
-        notices: sentences for the user about defaults taken; empty if there is nothing to say.
+        model_sampling: the sampling defaults that came with the model.
 
     Raises:
         ValueError: nothing usable at a path (`llama_core.CheckpointError`), or an argument outside its range.
@@ -69,14 +69,13 @@ class LLM:
             raise ValueError(f"generation_config must be 'auto' or 'off', got {generation_config!r}")
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        self.notices: list[str] = []
-        self._model_defaults: dict[str, Any] = {}
+        self.model_sampling = ModelSampling()
         if isinstance(model, Llama):
             self.model = model
         else:
             path = embedded_model() if model is None else Path(model).expanduser()
             if tokenizer is None:
-                with warnings.catch_warnings():  # a broken generation_config.json: `notices` says it
+                with warnings.catch_warnings():  # a broken generation_config.json: `model_sampling` says it
                     warnings.simplefilter("ignore")
                     tokenizer = load_tokenizer(path)
             where = resolve_device(device)
@@ -84,7 +83,7 @@ class LLM:
             pack_projections(self.model)
             use_onednn(self.model)
             if generation_config == "auto":
-                self._model_defaults, self.notices = model_sampling(path)
+                self.model_sampling = model_sampling(path)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         context = self.model.config.max_position_embeddings
         if max_model_len is None:
@@ -103,7 +102,7 @@ class LLM:
         names = {field.name for field in dataclasses.fields(SamplingParams)}
         for name in settings.keys() - names:
             raise ValueError(f"no sampling setting {name!r}; there are {', '.join(sorted(names))}")
-        return SamplingParams(**{**self._model_defaults, **settings})
+        return SamplingParams(**{**self.model_sampling.settings, **settings})
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
