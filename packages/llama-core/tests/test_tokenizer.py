@@ -344,6 +344,15 @@ def test_damaged_files_are_value_errors(tmp_path: Path, content: bytes) -> None:
                 load_tokenizer(tmp_path)
 
 
+def test_a_model_that_would_end_the_process_is_refused(tmp_path: Path) -> None:
+    """The tokenizers package cuts merges inside a character here and aborts."""
+    settings = json.loads(trained().to_str())
+    settings["model"]["continuing_subword_prefix"] = "x"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: a BPE model with continuing_subword_prefix is not read"):
+        load_tokenizer(tmp_path)
+
+
 def test_truncation_and_padding_of_a_file_are_not_obeyed() -> None:
     backend = trained()
     backend.enable_truncation(4)

@@ -61,14 +61,13 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     Raises:
         CheckpointError: not a valid one; the message carries the package's own reason.
     """
+    model = read_json_object(path).get("model")
+    if isinstance(model, dict) and model.get("continuing_subword_prefix") and model.get("merges"):
+        # no Llama tokenizer has one, and where the merges lack it the package ends the process (0.23: cut characters)
+        raise CheckpointError(f"{path}: a BPE model with continuing_subword_prefix is not read")
     try:
-        text = path.read_text("utf-8")
         with package_errors(f"{path}: not a tokenizer.json of the tokenizers package"):
-            return tokenizers.Tokenizer.from_str(text)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: is not UTF-8 at byte {error.start}") from None
+            return tokenizers.Tokenizer.from_file(str(path))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 
