@@ -6,7 +6,7 @@ from torch import Tensor
 
 from llama_kernels.paged_attention import gathered_attention, paged_attention
 from llama_kernels.reference_attention import attention_reference
-from llama_kernels.triton_paged import triton_paged_attention
+from llama_kernels.triton_paged import splits_for, triton_paged_attention
 from llama_kernels.write_kv import write_kv
 
 CUDA = torch.cuda.is_available()
@@ -85,6 +85,14 @@ def test_split_keys_of_one_decode_step() -> None:
                 pool.q, pool.k_cache, pool.v_cache, pool.tables, pool.lens, None, 1, 70, splits=splits
             )
         )
+
+
+def test_splits_fill_whole_rounds() -> None:
+    assert splits_for(8, 528, 128) == 60  # one long sequence: 480 of 528 places
+    assert splits_for(512, 528, 32) == 1  # one round, nearly full
+    assert splits_for(768, 528, 32) == 2  # 1.45 rounds would leave half of the second idle; 2.9 waste little
+    assert splits_for(8, 528, 3) == 3  # short sequences: as many as there are
+    assert splits_for(5000, 528, 1) == 1
 
 
 def test_rows_behind_the_last_sequence_and_empty_sequences_are_zero() -> None:

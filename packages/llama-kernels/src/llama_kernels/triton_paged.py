@@ -129,10 +129,18 @@ def _join_kernel(part_ptr, lse_ptr, out_ptr, rows, splits, SPLITS: tl.constexpr,
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def splits_for(q: Tensor, tiles: int, kv_heads: int, max_keys: int, block_n: int) -> int:
-    """Stretches per sequence: enough programs for four to a multiprocessor, none shorter than two tiles of keys."""
-    wanted = cdiv(4 * multiprocessors(q), max(1, tiles * kv_heads))
-    return max(1, min(wanted, cdiv(max_keys, 2 * block_n), 64))
+def splits_for(programs: int, slots: int, most: int) -> int:
+    """Into how many stretches to cut the keys so that `programs` tiles fill `slots` places in whole rounds.
+
+    The fewest that waste at most a tenth of the last round: every stretch more costs a little in the joining.
+    """
+    waste = {}
+    for splits in range(1, most + 1):
+        rounds = cdiv(programs * splits, slots)
+        waste[splits] = 1 - programs * splits / (rounds * slots)
+        if waste[splits] <= 0.1:
+            return splits
+    return min(waste, key=lambda splits: waste[splits])
 
 
 def triton_paged_attention(
@@ -158,14 +166,16 @@ def triton_paged_attention(
         wide = q.dtype == torch.float32 or width > 128
         if INTERPRETING:
             tile = (max(16, group_pad), 16, 4, 1)
-        elif decode or max_seqlen_q * group_pad <= 16:
-            tile = (max(16, group_pad), 32 if wide else 64, 4, 2 if wide else 3)
+        elif decode or max_seqlen_q * group_pad <= 16:  # bound by memory: many small programs, four to a processor
+            tile = (max(16, group_pad), 32 if wide else 64, 2, 3)
         else:
             tile = (max(64, group_pad), 32 if wide else 64, 4, 2 if wide else 3)
     block_m, block_n, warps, stages = tile
     sequences = seq_lens.numel()
     tiles = sequences if decode else sequences + tokens * group_pad // block_m
-    splits = splits or splits_for(q, tiles, kv_heads, max_seqlen_k, block_n)
+    if splits is None:
+        most = max(1, min(128, cdiv(max_seqlen_k, 2 * block_n)))  # none shorter than two tiles
+        splits = splits_for(tiles * kv_heads, 4 * multiprocessors(q), most)
     block_d = max(16, next_power_of_2(width))
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if decode else q.new_zeros(q.shape)
     part, lse = out, out
@@ -184,6 +194,6 @@ def triton_paged_attention(
         if splits > 1:
             _join_kernel[(tokens * heads,)](
                 part, lse, out, tokens * heads, splits, SPLITS=next_power_of_2(splits), D=width, BLOCK_D=block_d,
-                num_warps=2,
+                num_warps=4,
             )  # fmt: skip
     return out
