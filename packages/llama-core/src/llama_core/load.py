@@ -10,6 +10,7 @@ from .checkpoint import Checkpoint, check, check_tied_head, fill, stored_dtype
 from .errors import CheckpointError
 from .gguf_weights import open_gguf
 from .hf_checkpoint import open_hf
+from .hub import local_path
 from .meta_checkpoint import PARAMS, open_meta
 from .model import Llama
 from .ops import Ops
@@ -31,7 +32,8 @@ def load_model(
     used. The result shares nothing with the files.
 
     Args:
-        path: folder with config.json and safetensors, or with params.json and consolidated.NN.pth, or a GGUF file.
+        path: folder with config.json and safetensors, or with params.json and consolidated.NN.pth, or a GGUF file, or
+            a name on the hub (`org/name`, `org/name@revision`, `org/name/file.gguf`; extra `hub`).
         dtype: of the weights; `None` keeps the file's (the one of most elements; float32 for quantised GGUF).
         device: where the weights go.
         ops: the operations the model computes with, plain torch by default.
@@ -63,7 +65,7 @@ def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Check
     Raises:
         CheckpointError: nothing there, nothing known, or a damaged header.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.is_dir() and (path / PARAMS).is_file() and not (path / "config.json").is_file():
         return open_meta(path, rope_factor)
     if rope_factor is not None:

@@ -272,10 +272,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a model.
 
     Args:
-        path: a Hugging Face folder (`tokenizer.json` and its companions), a `tokenizer.json`, or a `.gguf` file.
+        path: a Hugging Face folder (`tokenizer.json` and its companions), a `tokenizer.json`, a `tokenizer.model`, a
+            `.gguf` file, or a name on the hub (`org/name`; extra `hub`).
     Raises:
         ValueError: nothing readable is there; the message says what was looked for.
     """
+    from .hub import local_path
     from .tokenizer_files import find_tokenizer
 
-    return find_tokenizer(Path(path))
+    return find_tokenizer(local_path(Path(path)))
