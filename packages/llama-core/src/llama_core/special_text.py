@@ -55,6 +55,10 @@ class SpecialText:
         added = backend.get_added_tokens_decoder().values()
         self.json = backend.to_str()
         """The text of a `tokenizer.json`, without twins."""
+        taken = set(backend.get_vocab(with_added_tokens=True).values())
+        self.size = max(taken, default=-1) + 1
+        """One more than the largest id."""
+        self._has_holes = len(taken) != self.size
         self._normalizer = backend.normalizer
         self._ids = special_ids(backend)
         unknown = getattr(backend.model, "unk_token", None)
@@ -126,27 +130,26 @@ class SpecialText:
             )
             for content in self._ids
         ]
-        taken = set(backend.get_vocab(with_added_tokens=True).values())
-        if len(taken) != max(taken, default=-1) + 1:
-            backend = self._reserve(twins, max(taken) + 1)
+        if self._has_holes:
+            backend = self._reserve(twins)
         backend.add_tokens(twins)
         backend.encode_special_tokens = True
         real: dict[int, int] = {}
         for content, token_id in self._ids.items():
             twin_id = backend.token_to_id(self._twin(content, sentinel))
             assert twin_id is not None
-            assert twin_id not in taken
+            assert twin_id >= self.size
             real[twin_id] = token_id
         return backend, real
 
-    def _reserve(self, twins: Sequence[tokenizers.AddedToken], first: int) -> tokenizers.Tokenizer:
+    def _reserve(self, twins: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
         """A copy whose model knows the twins under ids past the end. Into a vocabulary with holes, the package would
         otherwise put a new token at an id that is taken."""
         settings = json.loads(self.json)
         vocab = settings["model"]["vocab"]
         if not isinstance(vocab, dict):
             raise ValueError("a vocabulary with holes between its ids is read for BPE and WordLevel models only")
-        vocab.update({twin.content: first + index for index, twin in enumerate(twins)})
+        vocab.update({twin.content: self.size + index for index, twin in enumerate(twins)})
         return tokenizers.Tokenizer.from_str(json.dumps(settings))
 
     def mark(self, source: str, drop: str = "") -> MarkedText:

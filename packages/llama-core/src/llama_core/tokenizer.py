@@ -61,7 +61,8 @@ class Tokenizer:
         special = special_ids(backend)
         backend.add_special_tokens([text for text in self.named.values() if text not in special])
         self._special_ids = frozenset(special_ids(backend).values())
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._special = SpecialText(backend)
+        self.vocab_size = self._special.size
         """One more than the largest id. A model may have more rows than that: they are padding."""
         own = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys(i for i in (*eos_ids, own) if i is not None))
@@ -81,7 +82,6 @@ class Tokenizer:
             raise ValueError("add_bos is set, but the tokenizer names no bos_token")
         self.adds_bos = self.post_processor_adds_bos if add_bos is None else add_bos
         """Whether `encode(text)` begins with BOS."""
-        self._special = SpecialText(backend)
         self._templates = ChatTemplates(chat_templates or {})
         self.extra_settings = dict(extra_settings or {})
 
