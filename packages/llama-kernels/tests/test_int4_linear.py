@@ -57,6 +57,26 @@ def test_shapes_and_strides(device):
     assert int4_linear(x[:, :0], *packed).shape == (2, 0, 5)  # 27: zero rows
 
 
+@pytest.mark.parametrize("at", [3, 200])
+def test_nan_is_not_hidden(at, device):
+    packed = quantize_int4(torch.randn(5, 256, device=device))
+    x = torch.randn(1, 256, device=device).bfloat16()
+    x[0, at] = torch.nan
+    assert int4_linear(x, *packed).isnan().all()
+
+
+def test_outliers_cost_little(device, near):
+    # Fixed point within a group of 128: an input a thousand times the others takes precision from its group alone.
+    packed = quantize_int4(torch.randn(5, 256, device=device))
+    x = torch.randn(1, 256, device=device).bfloat16()
+    x[0, 70] = 3000.0
+    near(int4_linear(x, *packed), expected(x, *packed))
+    x[0, 70] = 0.0
+    x[0, 128:] *= 1e-3
+    near(int4_linear(x, *packed), expected(x, *packed))
+    assert int4_linear(torch.zeros_like(x), *packed).abs().max() == 0
+
+
 def test_errors():
     with pytest.raises(ValueError, match="divisible by 128"):
         quantize_int4(torch.randn(4, 100))

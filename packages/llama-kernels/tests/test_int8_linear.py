@@ -17,7 +17,7 @@ def expected(x, q, scale):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 17, 70])
-@pytest.mark.parametrize(("outputs", "width"), [(7, 63), (33, 130)])
+@pytest.mark.parametrize(("outputs", "width"), [(7, 63), (33, 130), (9, 384)])
 def test_values(name, dtype, rows, outputs, width, device, near):
     quantize, linear = FORMATS[name]
     q, scale = quantize(torch.randn(outputs, width, device=device))
@@ -51,6 +51,26 @@ def test_shapes_and_strides(name, device):
     wide_q, _ = quantize(torch.randn(5, 64, device=device))
     half = wide_q[:, 32:]
     assert torch.equal(linear(x[0], half, scale), linear(x[0], half.contiguous(), scale))
+
+
+@pytest.mark.parametrize("at", [3, 200])
+def test_nan_is_not_hidden(at, device):
+    packed = quantize_int8(torch.randn(5, 256, device=device))
+    x = torch.randn(1, 256, device=device).bfloat16()
+    x[0, at] = torch.nan
+    assert int8_linear(x, *packed).isnan().all()
+
+
+def test_outliers_cost_little(device, near):
+    # Fixed point within a group of 128: an input a thousand times the others takes precision from its group alone.
+    packed = quantize_int8(torch.randn(5, 256, device=device))
+    x = torch.randn(1, 256, device=device).bfloat16()
+    x[0, 70] = 3000.0
+    near(int8_linear(x, *packed), expected(x, *packed))
+    x[0, 70] = 0.0
+    x[0, 128:] *= 1e-3
+    near(int8_linear(x, *packed), expected(x, *packed))
+    assert int8_linear(torch.zeros_like(x), *packed).abs().max() == 0
 
 
 def test_errors():

@@ -4,9 +4,9 @@
 
     y[n] = Σ_g scale[n, g] · Σ_{k in g} q[n, k] · x[k] + minimum[n, g] · Σ_{k in g} x[k]
 
-Packing: a group is 16 words of 32 bits, and nibble i of word j holds input 16 i + j: one word load is followed by eight
-products with dense stretches of x, and nothing is shuffled. A nibble becomes a float without a conversion: put into the
-top bits of the mantissa of 1.0 it reads 1 + q/16. (Conversions run at a fraction of the arithmetic rate.)
+Packing: a group is 16 words of 32 bits, and nibble i of word j holds input 16 i + j: dense stretches of x meet dense
+words, and nothing is shuffled. One row of x goes through integer dot products, up to 64 through the matrix unit, for
+which a nibble becomes a float without a conversion: put into the top bits of the mantissa of 1.0 it reads 1 + q/16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -17,6 +17,7 @@ from torch import Tensor
 from llama_kernels import reference
 from llama_kernels.byte_linear import MAX_ROWS, dot_dtype
 from llama_kernels.compat import cdiv, device_guard, multiprocessors, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.dot4 import dot4, fixed_point, has_dp4a, high_and_low_bytes, load_x
 
 GROUP = 128
 
@@ -34,21 +35,26 @@ def _one_plus_sixteenths(word, NIBBLE: tl.constexpr):
 @triton.jit
 def _one_row_kernel(
     x_ptr, q_ptr, scale_ptr, minimum_ptr, y_ptr, outputs,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """x stays in registers, in eight parts; whole rows of weights stream past, the next ones already on their way."""
+    """x stays in registers in fixed point (see `dot4`); whole rows of weights stream past, the next on their way."""
     g = tl.arange(0, BLOCK_G)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     x_at, real = x_ptr + g * 128 + j, g < GROUPS
-    x_0 = tl.load(x_at, mask=real, other=0.0).to(tl.float32)
-    x_1 = tl.load(x_at + 16, mask=real, other=0.0).to(tl.float32)
-    x_2 = tl.load(x_at + 32, mask=real, other=0.0).to(tl.float32)
-    x_3 = tl.load(x_at + 48, mask=real, other=0.0).to(tl.float32)
-    x_4 = tl.load(x_at + 64, mask=real, other=0.0).to(tl.float32)
-    x_5 = tl.load(x_at + 80, mask=real, other=0.0).to(tl.float32)
-    x_6 = tl.load(x_at + 96, mask=real, other=0.0).to(tl.float32)
-    x_7 = tl.load(x_at + 112, mask=real, other=0.0).to(tl.float32)
-    x_sum = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))
+    x_0, x_1, x_2, x_3 = load_x(x_at, real), load_x(x_at + 16, real), load_x(x_at + 32, real), load_x(x_at + 48, real)
+    x_at += 64
+    x_4, x_5, x_6, x_7 = load_x(x_at, real), load_x(x_at + 16, real), load_x(x_at + 32, real), load_x(x_at + 48, real)
+    amax = tl.maximum(tl.maximum(tl.abs(x_0), tl.abs(x_1)), tl.maximum(tl.abs(x_2), tl.abs(x_3)))
+    amax = tl.maximum(amax, tl.maximum(tl.maximum(tl.abs(x_4), tl.abs(x_5)), tl.maximum(tl.abs(x_6), tl.abs(x_7))))
+    amax = tl.max(amax, axis=2, keep_dims=True)
+    even_high, even_low = high_and_low_bytes(
+        fixed_point(x_0, amax), fixed_point(x_2, amax), fixed_point(x_4, amax), fixed_point(x_6, amax)
+    )
+    odd_high, odd_low = high_and_low_bytes(
+        fixed_point(x_1, amax), fixed_point(x_3, amax), fixed_point(x_5, amax), fixed_point(x_7, amax)
+    )
+    x_sum = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))  # carries NaN too
+    x_scale = amax * (1.0 / 32512.0)
     step = tl.num_programs(0) * BLOCK_N
     for first in tl.range(tl.program_id(0) * BLOCK_N, outputs, step, num_stages=STAGES):
         n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
@@ -56,12 +62,13 @@ def _one_row_kernel(
         word = tl.load(q_ptr + (n * GROUPS + g) * 16 + j, mask=inside, other=0)
         scale = tl.load(scale_ptr + n * GROUPS + g, mask=inside, other=0.0).to(tl.float32)
         minimum = tl.load(minimum_ptr + n * GROUPS + g, mask=inside, other=0.0).to(tl.float32)
-        total = _one_plus_sixteenths(word, 0) * x_0 + _one_plus_sixteenths(word, 1) * x_1
-        total += _one_plus_sixteenths(word, 2) * x_2 + _one_plus_sixteenths(word, 3) * x_3
-        total += _one_plus_sixteenths(word, 4) * x_4 + _one_plus_sixteenths(word, 5) * x_5
-        total += _one_plus_sixteenths(word, 6) * x_6 + _one_plus_sixteenths(word, 7) * x_7
-        total = (16.0 * scale) * (total - x_sum) + minimum * x_sum  # Σ (1 + q/16) x = Σ x + Σ q x / 16
-        y = tl.sum(tl.sum(total, axis=2), axis=1)
+        even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F  # nibbles 0, 2, 4, 6 and 1, 3, 5, 7 as bytes
+        total = dot4(even, tl.broadcast_to(even_high, word.shape), tl.zeros_like(word), ASM)
+        total = 256 * dot4(odd, tl.broadcast_to(odd_high, word.shape), total, ASM)
+        total = dot4(even, tl.broadcast_to(even_low, word.shape), total, ASM)
+        total = dot4(odd, tl.broadcast_to(odd_low, word.shape), total, ASM)
+        y = total.to(tl.float32) * (scale * x_scale) + minimum * x_sum
+        y = tl.sum(tl.reshape(y, (BLOCK_N, BLOCK_G * 16)), axis=1)
         out = first + tl.arange(0, BLOCK_N)
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < outputs)
 
@@ -101,12 +108,13 @@ def _int4_linear(x: Tensor, packed: Tensor, scale: Tensor, minimum: Tensor) -> T
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     with device_guard(x):
-        if rows == 1:
-            block_n, block_g = 2, next_power_of_2(groups)
-            programs = min(cdiv(outputs, block_n), 2 * multiprocessors(x))
+        if rows == 1 and x.dtype != torch.float32:
+            block_g = next_power_of_2(groups)
+            wide = block_g > 64  # measured at K = 4096 and 14,336
+            programs = min(cdiv(outputs, 4), (1 if wide else 4) * multiprocessors(x))
             _one_row_kernel[(programs,)](
-                x, packed, scale, minimum, y, outputs, GROUPS=groups, BLOCK_N=block_n, BLOCK_G=block_g, STAGES=4,
-                num_warps=min(max(block_g // 8, 1), 16),
+                x, packed, scale, minimum, y, outputs, GROUPS=groups, BLOCK_N=4, BLOCK_G=block_g,
+                STAGES=3 if wide else 4, ASM=has_dp4a(x), num_warps=min(max(block_g // 16, 1), 16),
             )  # fmt: skip
         else:
             block_m, block_n = max(16, next_power_of_2(rows)), 32 if outputs >= 8192 else 16

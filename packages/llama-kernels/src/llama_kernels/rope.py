@@ -72,7 +72,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     if cos.shape[0] == 1:  # one row of angles for the whole batch: stride 0
         cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     padded = next_power_of_2(width // 2)
-    most = max(1, 4096 // padded)  # heads in one tile
+    most = max(1, 1024 // padded)  # heads in one tile
     with device_guard(q):
         _rope_kernel[(batch * seq,)](
             q, k, cos, sin, q_out, k_out, seq, *q.stride(), *k.stride(), *cos.stride(), *sin.stride(),

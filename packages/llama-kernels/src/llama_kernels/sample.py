@@ -28,7 +28,7 @@ Setting = float | Tensor
 @triton.jit
 def _sample_kernel(
     logits_ptr, ids_ptr, kept_ptr, blocks_ptr, seeds_ptr, offsets_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    row_stride, vocabulary, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    row_stride, vocabulary, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -42,7 +42,7 @@ def _sample_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     place = lane
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+    for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
         x = load_tokens(row_ptr, start + lane, vocabulary)
         better = x > best
         new_best = tl.where(better, x, best)
@@ -65,7 +65,7 @@ def _sample_kernel(
         if (k > 0) & (k < vocabulary):
             t, mass, complete = threshold(
                 row_ptr, kept_ptr, vocabulary, t, top, inverse_t, k.to(tl.float32), best, sampled,
-                k.to(tl.float32) / vocabulary, False, BLOCK,
+                k.to(tl.float32) / vocabulary, False, BLOCK, STAGES,
             )  # fmt: skip
         p = tl.load(top_p_ptr + row)
         if p < 1.0:
@@ -75,7 +75,7 @@ def _sample_kernel(
                 t = largest_with(key_of(x), weight, t, key_of(top).to(tl.int64) + 1, p * mass)
             else:
                 t, mass, complete = threshold(
-                    row_ptr, kept_ptr, vocabulary, t, top, inverse_t, p * mass, best, sampled, p, True, BLOCK
+                    row_ptr, kept_ptr, vocabulary, t, top, inverse_t, p * mass, best, sampled, p, True, BLOCK, STAGES
                 )
         min_p = tl.load(min_p_ptr + row)
         if min_p > 0.0:
@@ -83,7 +83,7 @@ def _sample_kernel(
         limit = tl.minimum(t, key_of(top).to(tl.int64)).to(tl.int32)  # the largest logit always stays
 
         # Last walk: the weight that each block kept; then the block, then the token.
-        for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+        for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
             x = load_tokens(row_ptr, start + lane, vocabulary)
             weight = tl.where(key_of(x) >= limit, tl.exp((x - top) * inverse_t), 0.0)
             tl.store(blocks_ptr + start // BLOCK, tl.sum(weight, axis=0))
@@ -126,7 +126,7 @@ def _sample(
     with device_guard(logits):
         _sample_kernel[(rows,)](
             logits, ids, kept, sums, seeds, offsets, temperature, top_k, top_p, min_p, logits.stride(0), vocabulary,
-            BLOCK=block, BLOCKS=blocks, num_warps=min(max(block // 512, 1), 16),
+            BLOCK=block, BLOCKS=blocks, STAGES=3, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return ids
 
