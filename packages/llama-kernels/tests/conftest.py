@@ -21,9 +21,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, tor
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Two warnings of torch about itself, seen on a GPU only."""
+    """Warnings of others about themselves: two of torch, seen on a GPU only, and one of Triton 3.6's interpreter."""
     config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS, but there was no current CUDA context")
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated")  # inductor's import
+    scalar = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning:triton.runtime.interpreter"
+    config.addinivalue_line("filterwarnings", scalar)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
