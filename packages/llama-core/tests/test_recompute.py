@@ -145,3 +145,16 @@ def test_mode_can_be_changed_back(make_t0: Make) -> None:
 def test_unknown_mode(make_t0: Make) -> None:
     with pytest.raises(ValueError, match="'some' is unknown; choose one of none, selective, full"):
         set_activation_checkpointing(make_t0(), "some")
+
+
+def test_selective_keeps_what_it_is_told(make_t0: Make) -> None:
+    def silus(keep: tuple[str, ...]) -> int:
+        model = make_t0()
+        set_activation_checkpointing(model, "selective", keep=keep)
+        with Operations() as operations:
+            run(model)
+        return operations.names["aten::silu"]
+
+    layers = make_t0().config.num_hidden_layers
+    assert silus(()) == 2 * layers  # forward and again for backward
+    assert silus(("aten::silu",)) == layers

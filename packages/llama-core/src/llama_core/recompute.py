@@ -6,7 +6,7 @@ Chen et al. 2016 (https://arxiv.org/abs/1604.06174); the selective form follows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,14 @@ MODES = ("none", "selective", "full")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
 
 
-def set_activation_checkpointing(model: Llama, mode: str) -> None:
+def set_activation_checkpointing(model: Llama, mode: str, keep: Collection[str] = ()) -> None:
     """Choose what each layer keeps for its backward pass; takes effect at the next forward pass.
 
     Args:
         model: changed in place; parameter names stay.
         mode: "none" keeps every activation; "selective" keeps matrix products and attention and recomputes norms,
             rotary positions and SwiGLU; "full" keeps each layer's input and recomputes the layer.
+        keep: names of further operators ("library::operator") whose results "selective" keeps, such as communication.
 
     Raises:
         ValueError: another mode.
@@ -37,17 +38,20 @@ def set_activation_checkpointing(model: Llama, mode: str) -> None:
     if mode == "full":
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # no dropout, so no generator to keep
     elif mode == "selective":
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts)
+        contexts = partial(_selective_contexts, frozenset(keep))
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     for layer in model.model.layers:
         if isinstance(layer, DecoderLayer):
             layer.recompute = run
 
 
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_dear)
+def _selective_contexts(keep: frozenset[str]) -> Any:
+    return create_selective_checkpoint_contexts(partial(_keep_dear, keep))
 
 
-def _keep_dear(context: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_dear(
+    keep: frozenset[str], context: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     name = operation.name().rsplit(".", 1)[0]
-    dear = name in _PRODUCTS or "attention" in name  # every library calls its attention operator so
+    dear = name in _PRODUCTS or name in keep or "attention" in name  # every library calls its attention operator so
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
