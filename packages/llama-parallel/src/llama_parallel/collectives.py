@@ -1,0 +1,227 @@
+"""Every collective of the forward and backward pass, by name: plain local tensors in, plain local tensors out.
+
+| function              | forward         | backward        | where                                             |
+|-----------------------|-----------------|-----------------|---------------------------------------------------|
+| `all_gather`          | all-gather      | reduce-scatter  | into column-parallel products, sequence-parallel  |
+| `reduce_scatter`      | reduce-scatter  | all-gather      | out of row-parallel products, sequence-parallel   |
+| `all_reduce_gradient` | nothing         | all-reduce      | parameters used on shards of the sequence         |
+| `all_reduce`          | all-reduce      | nothing         | out of row-parallel products otherwise            |
+| `split`               | own part        | all-gather      | a tensor that all hold, into shards               |
+| `gather`              | all-gather      | own part        | shards, into a tensor that all hold               |
+| `all_to_all`          | all-to-all      | all-to-all      | from shards of one dimension to those of another  |
+
+They are torch's functional collectives (torch.ops._c10d_functional): the same on gloo and NCCL, traced by torch.compile
+as they are, and started without waiting, so that a caller may compute until `finish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh as this rank sees it. Plain values, so that torch.compile needs to know no group."""
+
+    group: str
+    """Name under which torch.distributed knows the process group."""
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dim: str) -> Axis:
+        """The dimension `dim` of `mesh`."""
+        group = mesh.get_group(dim)
+        return cls(group.group_name, group.size(), mesh.get_local_rank(dim))
+
+
+# --- started, not waited for -----------------------------------------------------------------------------------------
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """(n, …) → (size · n, …) in rank order, once `finish`ed."""
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)  # type: ignore[no-any-return]
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """(size · n, …) → (n, …), this rank's part of the sum, once `finish`ed."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)  # type: ignore[no-any-return]
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks, once `finish`ed."""
+    return _ops.all_reduce(x.contiguous(), "sum", axis.group)  # type: ignore[no-any-return]
+
+
+def finish(x: Tensor) -> Tensor:
+    """Wait for what a `start_…` returned (on a GPU: have its stream wait) and return it."""
+    return _ops.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def parts_first(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Cut `dim` into `size` parts and put them one after the other along dimension 0, as the collectives want them."""
+    return x if dim == 0 else x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).flatten(0, 1)
+
+
+def parts_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The inverse of `parts_first`."""
+    return x if dim == 0 else x.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+# --- with their gradients --------------------------------------------------------------------------------------------
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Shards along `dim` → the whole; gradients of the ranks are summed and each gets its shard back."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis, _positive(x, dim))
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Sum over ranks, of which each gets its part along `dim`; gradients are gathered.
+
+    Raises:
+        ValueError: a dimension that does not divide over the ranks.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    return _ReduceScatter.apply(x, axis, _positive(x, dim))  # type: ignore[no-any-return]
+
+
+def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """x itself; gradients are summed over ranks, in float32 at least.
+
+    For what all ranks hold alike but use on different tokens or for different heads.
+    """
+    return x if axis.size == 1 else _AllReduceGradient.apply(x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over ranks; all use the sum alike, so its gradient is everybody's."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along `dim` of what all hold alike; gradients are gathered. ValueError if it does not divide."""
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    return _Split.apply(x, axis, _positive(x, dim))  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Shards along `dim` → the whole, which all use alike; each keeps its part of the gradient."""
+    return x if axis.size == 1 else _Gather.apply(x, axis, _positive(x, dim))
+
+
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    """Shards along `join_dim` → the whole of it, cut along `split_dim` instead; gradients go the way back.
+
+    Raises:
+        ValueError: `split_dim` does not divide over the ranks.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, split_dim)
+    return _AllToAll.apply(x, axis, _positive(x, split_dim), _positive(x, join_dim))  # type: ignore[no-any-return]
+
+
+def _positive(x: Tensor, dim: int) -> int:
+    return dim % x.dim()
+
+
+def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide over {axis.size} ranks")
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return parts_along(finish(start_all_gather(x, axis)), axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return finish(start_reduce_scatter(parts_first(grad, ctx.axis, ctx.dim), ctx.axis)), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return finish(start_reduce_scatter(parts_first(x, axis, dim), axis))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return parts_along(finish(start_all_gather(grad, ctx.axis)), ctx.axis, ctx.dim), None, None
+
+
+class _AllReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return finish(start_all_reduce(wide, ctx.axis)).to(grad.dtype), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return finish(start_all_reduce(x, axis))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return parts_along(finish(start_all_gather(grad, ctx.axis)), ctx.axis, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return parts_along(finish(start_all_gather(x, axis)), axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+        ctx.axis, ctx.dims = axis, (split_dim, join_dim)
+        return _exchange(x, axis, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, join_dim = ctx.dims
+        return _exchange(grad, ctx.axis, join_dim, split_dim), None, None, None
+
+
+def _exchange(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    parts = x.unflatten(split_dim, (axis.size, -1)).movedim(split_dim, 0).contiguous()  # part r goes to rank r
+    ones = [1] * axis.size
+    received: Tensor = finish(_ops.all_to_all_single(parts, ones, ones, axis.group))
+    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)

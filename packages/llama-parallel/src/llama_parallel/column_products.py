@@ -1,0 +1,91 @@
+"""Column-parallel products: one communication for all layers that read the same input, hidden behind arithmetic.
+
+Y_i = X W_iᵀ + b_i, where each rank holds some rows of W_i, i.e. some columns of Y_i (Megatron-LM, Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053; with the sequence shared between the products, Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .collectives import (
+    Axis,
+    finish,
+    parts_along,
+    parts_first,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+# Shape legend: B batch, S sequence, S' = S / ranks, E hidden, F_i this rank's columns of output i
+_SEQUENCE = 1
+
+
+def column_products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], axis: Axis, sequence_parallel: bool
+) -> tuple[Tensor, ...]:
+    """The products of one input with this rank's rows of several weights.
+
+    Sequence-parallel, x is this rank's (B, S', E): forward sends one all-gather; backward one all-gather of x, behind
+    the product for the input's gradient, and one reduce-scatter of that gradient, behind those for the weights'. So
+    only shards are kept between the passes. Otherwise x is the whole (B, S, E), alike on all ranks, and backward
+    all-reduces its gradient behind the products for the weights'.
+
+    Args:
+        x: (B, S', E), or (B, S, E) if not `sequence_parallel`.
+        weights: (F_i, E) each.
+        biases: (F_i,) each, or None.
+
+    Returns:
+        (B, S, F_i) for each weight.
+    """
+    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, axis, sequence_parallel, *weights, *biases)
+    return outputs
+
+
+class _ColumnProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.axis, ctx.shared, ctx.count = axis, sequence_parallel and axis.size > 1, count
+        ctx.save_for_backward(x, *weights)
+        whole = parts_along(finish(start_all_gather(x, axis)), axis, _SEQUENCE) if ctx.shared else x
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        axis, wanted = ctx.axis, ctx.needs_input_grad[3:]
+        if ctx.shared:
+            x = start_all_gather(x, axis)
+        rows = [grad.flatten(0, -2) for grad in grads]
+
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            flat = rows[0] @ weights[0]
+            for row, weight in zip(rows[1:], weights[1:], strict=True):
+                flat = torch.addmm(flat, row, weight)
+            grad_x = flat.unflatten(0, grads[0].shape[:-1])
+            if ctx.shared:
+                grad_x = start_reduce_scatter(parts_first(grad_x, axis, _SEQUENCE), axis)
+            elif axis.size > 1:
+                grad_x = start_all_reduce(grad_x, axis)
+
+        if ctx.shared:
+            x = parts_along(finish(x), axis, _SEQUENCE)
+        flat_x = x.flatten(0, -2)
+        of_weights = [row.mT @ flat_x if want else None for row, want in zip(rows, wanted[: ctx.count], strict=True)]
+        of_biases = [row.sum(0) if want else None for row, want in zip(rows, wanted[ctx.count :], strict=True)]
+        if grad_x is not None and axis.size > 1:
+            grad_x = finish(grad_x)
+        return (grad_x, None, None, *of_weights, *of_biases)

@@ -1,0 +1,81 @@
+"""The gradient of the mean loss over every unmasked token of the global batch, however it lies on ranks and in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import batch_group
+from .parallelize import Parallel
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of one rank.
+
+    With cp, a rank's own pieces of the sequences; with tp, the same on all ranks of tp.
+    """
+
+    tokens: Tensor
+    """(B, S), integers."""
+    targets: Tensor
+    """(B, S), int64; -100 where a token does not count."""
+    positions: Tensor | None = None
+    """(B or 1, S); None: 0 … S-1."""
+
+
+def count_targets(parallel: Parallel, micro_batches: Sequence[MicroBatch], ignore_index: int = -100) -> Tensor:
+    """Unmasked tokens of the whole global batch: of all micro-batches of all ranks. A scalar, int64, on the device."""
+    count = sum(((batch.targets != ignore_index).sum() for batch in micro_batches), _zero(parallel, torch.int64))
+    dist.all_reduce(count, group=batch_group(parallel.mesh))
+    return count
+
+
+def accumulate_gradients(
+    parallel: Parallel, micro_batches: Sequence[MicroBatch], ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Add to every gradient that of (sum of token losses) / (unmasked tokens), both of the whole global batch.
+
+    One division for all: a mean of the ranks' means, or of the micro-batches', would weigh a token by how few
+    neighbours it has. Ranks without a single unmasked token take part like all others. Gradients are summed over
+    data-parallel ranks with the last micro-batch only.
+
+    Args:
+        parallel: a model with an output head.
+        micro_batches: this rank's; as many on every rank.
+        ignore_index: marks targets that do not count.
+
+    Returns:
+        (loss of the global batch, its unmasked tokens), scalars, the same on every rank. Without any unmasked token
+        the loss is 0 and gradients are zero.
+
+    Raises:
+        ValueError: no micro-batch, or a model without head.
+    """
+    model = parallel.model
+    if not micro_batches:
+        raise ValueError("there is no micro-batch")
+    if model.lm_head is None:
+        raise ValueError("this model is a pipeline stage without output head; its schedule computes gradients")
+    count = count_targets(parallel, micro_batches, ignore_index)
+    total = _zero(parallel, torch.promote_types(next(model.parameters()).dtype, torch.float32))
+    for number, batch in enumerate(micro_batches, start=1):
+        parallel.set_gradient_sync(number == len(micro_batches))
+        hidden = model(batch.tokens, batch.positions)
+        # the weight is asked for here, not before: FSDP has just gathered it
+        loss_sum = model.ops.linear_cross_entropy(
+            hidden, model.lm_head.weight, batch.targets, ignore_index=ignore_index, reduction="sum"
+        )
+        loss = loss_sum / count.clamp(min=1)
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total, group=batch_group(parallel.mesh))
+    return total, count
+
+
+def _zero(parallel: Parallel, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=next(parallel.model.parameters()).device)

@@ -1,0 +1,171 @@
+"""A layout and one plain process train on the same global batches; their losses, gradients and weights are compared.
+
+The one process uses nothing of this package: the plain model, torch's own clipping, one batch of all rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llama_core import Llama, LlamaConfig, init_weights
+
+from .clip import clip_grad_norm_
+from .config import ParallelConfig
+from .gradients import MicroBatch, accumulate_gradients
+from .mesh import build_mesh
+from .parallelize import Parallel, ParallelPlan, parallelize
+from .shards import init_shards, local_parts
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a model, SGD, and one global batch for each step."""
+
+    model: LlamaConfig
+    tokens: Tensor
+    """(steps, rows, S)."""
+    targets: Tensor
+    """(steps, rows, S), -100 where a token does not count."""
+    accumulation: int = 1
+    """Micro-batches of each data-parallel rank and step."""
+    learning_rate: float = 0.1
+    max_norm: float = float("inf")
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    prepare: Callable[[Llama], None] | None = None
+    """Changes the initial weights, in the same way whatever part of them is there."""
+
+
+@dataclass
+class Record:
+    """What happened, with parameters and gradients whole."""
+
+    initial: Weights = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    """Gradient norm of each step, before clipping."""
+    gradients: list[Weights] = field(default_factory=list)
+    """Of each step, before clipping."""
+    weights: Weights = field(default_factory=dict)
+    """After the last step."""
+    parts: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    """Of each parameter after the last step: where this rank's part lies, and its digest."""
+
+
+def train_alone(task: Task) -> Record:
+    """One process, the whole global batch at once: the oracle."""
+    with torch.device("meta"):
+        model = Llama(task.model)
+    model = model.to(task.dtype).to_empty(device="cpu")
+    init_weights(model, task.seed)
+    if task.prepare is not None:
+        task.prepare(model)
+    record = Record(initial=_copies(model))
+    for tokens, targets in zip(task.tokens, task.targets, strict=True):
+        model.zero_grad()
+        assert model.lm_head is not None
+        loss_sum = model.ops.linear_cross_entropy(model(tokens), model.lm_head.weight, targets, reduction="sum")
+        loss = loss_sum / (targets != -100).sum().clamp(min=1)
+        loss.backward()
+        record.losses.append(float(loss.detach()))
+        record.gradients.append(_gradients(model))
+        record.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)))
+        _descend(model, task.learning_rate)
+    record.weights = _copies(model)
+    return record
+
+
+def train_on_ranks(rank: int, task: Task, layout: ParallelConfig, plan: ParallelPlan | None = None) -> Record:
+    """One rank of a layout, in a process group that exists; every rank returns the whole record."""
+    parallel = make_parallel(task, layout, plan)
+    record = Record(initial=_copies(parallel.model))
+    for tokens, targets in zip(task.tokens, task.targets, strict=True):
+        parallel.model.zero_grad()
+        loss, _ = accumulate_gradients(parallel, shares(parallel, tokens, targets, task.accumulation))
+        record.losses.append(float(loss.detach()))
+        record.gradients.append(_gradients(parallel.model))
+        record.norms.append(float(clip_grad_norm_(parallel.model, task.max_norm, parallel.mesh)))
+        _descend(parallel.model, task.learning_rate)
+    record.weights = _copies(parallel.model)
+    record.parts = {name: (offsets, _digest(local)) for name, local, _, offsets in local_parts(parallel.model)}
+    return record
+
+
+def make_parallel(task: Task, layout: ParallelConfig, plan: ParallelPlan | None = None) -> Parallel:
+    """The task's model on this rank, with its initial weights."""
+    with torch.device("meta"):
+        model = Llama(task.model).to(task.dtype)
+    parallel = parallelize(model, build_mesh(layout, "cpu"), plan)
+    init_shards(model, task.seed, "cpu")
+    if task.prepare is not None:
+        task.prepare(model)
+    return parallel
+
+
+def shares(parallel: Parallel, tokens: Tensor, targets: Tensor, accumulation: int = 1) -> list[MicroBatch]:
+    """This data-parallel rank's rows of a global batch (rows, S), as micro-batches."""
+    mesh = parallel.mesh
+    index = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+    count = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+    parts = zip(*(x.chunk(count)[index].chunk(accumulation) for x in (tokens, targets)))
+    return [MicroBatch(*part) for part in parts]
+
+
+def differences(found: Record, wanted: Record) -> dict[str, float]:
+    """Largest differences, relative to the largest element of what is compared; by what is compared.
+
+    Keys: "loss", "norm", "gradient of NAME", "weight NAME".
+    """
+    result = {"loss": _worst(found.losses, wanted.losses), "norm": _worst(found.norms, wanted.norms)}
+    for step, (gradients, right) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+        assert gradients.keys() == right.keys(), (step, gradients.keys() ^ right.keys())
+        for name in right:
+            key = f"gradient of {name}"
+            result[key] = max(result.get(key, 0.0), relative(gradients[name], right[name]))
+    assert found.weights.keys() == wanted.weights.keys()
+    for name in wanted.weights:
+        result[f"weight {name}"] = relative(found.weights[name], wanted.weights[name])
+    return result
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """max |found - wanted| / max |wanted|; infinity where shapes or finiteness differ."""
+    if found.shape != wanted.shape or not bool(torch.isfinite(found).all()):
+        return float("inf")
+    scale = float(wanted.abs().max()) or 1.0
+    return float((found - wanted).abs().max()) / scale
+
+
+def _worst(found: Sequence[float], wanted: Sequence[float]) -> float:
+    return relative(torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _copies(model: Llama) -> Weights:
+    return {name: _whole(p) for name, p in model.named_parameters()}
+
+
+def _gradients(model: Llama) -> Weights:
+    return {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@torch.no_grad()
+def _descend(model: Llama, learning_rate: float) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.sub_(p.grad, alpha=learning_rate)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
