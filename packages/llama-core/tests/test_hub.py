@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
         files = self.server.files
-        if path in ("/api/models/org/tiny", "/api/models/org/tiny/revision/main"):
+        if path in ("/api/models/org/tiny", *(f"/api/models/org/tiny/revision/{name}" for name in ("main", SHA))):
             siblings = [{"rfilename": name} for name in files]
             self.json({"id": "org/tiny", "sha": SHA, "siblings": siblings, "private": False, "tags": []})
         elif path == f"/api/models/org/tiny/tree/{SHA}":
@@ -158,7 +158,7 @@ def test_broken_connections_are_taken_up_where_they_broke(tmp_path: Path, hub: H
 def test_a_connection_that_never_holds(tmp_path: Path, hub: Hub) -> None:
     hub.broken = 10_000
     with pytest.raises(
-        CheckpointError, match="org/tiny is no path on this machine, and the hub gave up after 3 attempts"
+        CheckpointError, match="org/tiny is no path on this machine, and the hub gave up after 5 attempts"
     ):
         local_path("org/tiny", tmp_path / "cache", hub.url)
 

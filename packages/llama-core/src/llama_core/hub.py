@@ -27,7 +27,7 @@ PATTERNS = (
     "chat_template*",
     "additional_chat_templates/*",
 )
-ATTEMPTS = 3
+ATTEMPTS = 5
 
 
 def local_path(source: str | Path, cache_dir: str | Path | None = None, endpoint: str | None = None) -> Path:
