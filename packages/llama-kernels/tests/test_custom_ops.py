@@ -74,12 +74,11 @@ def test_24_launches_where_the_tensors_are(near):
     near(everything(*args), everything(*[a.detach().to("cuda:0") for a in args]))
 
 
-@pytest.mark.parametrize("missing", ["triton", "nothing"])
-def test_imports_without_triton_driver_or_gpu(missing):
+def test_works_without_triton():
     # sys.modules[name] = None makes `import name` fail as if it were not installed.
-    code = f"""
+    code = """
 import sys
-{"sys.modules['triton'] = None" if missing == "triton" else ""}
+sys.modules['triton'] = None
 import torch, llama_kernels
 x = torch.randn(2, 4, requires_grad=True)
 ops = llama_kernels.ops("cpu")

@@ -14,6 +14,8 @@ that 24 random bits resolve even the rarest of 128k tokens. Random numbers are P
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -177,13 +179,14 @@ def sample(
     rows = logits.shape[0]
     if seeds.shape != (rows,) or seeds.dtype != torch.int64:
         raise ValueError(f"seeds {tuple(seeds.shape)} {seeds.dtype} must be ({rows},) int64")
-    for name, value, right in [
+    ranges: list[tuple[str, Setting, Callable[[float], bool]]] = [
         ("temperature", temperature, lambda v: 0 <= v < float("inf")),
         ("top_k", top_k, lambda v: v == int(v) and v >= -1),
         ("top_p", top_p, lambda v: 0 < v <= 1),
         ("min_p", min_p, lambda v: 0 <= v <= 1),
         ("offsets", offsets, lambda v: v == int(v) and 0 <= v < 2**30),
-    ]:
+    ]
+    for name, value, right in ranges:
         if not isinstance(value, Tensor) and not right(value):
             raise ValueError(f"{name} is {value}; see the ranges in sample's description")
     floats = [
