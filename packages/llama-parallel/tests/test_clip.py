@@ -74,8 +74,8 @@ def test_b35_model(layout: ParallelConfig, tied: bool) -> None:
     job = Task(T0.replace(tie_word_embeddings=tied), tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(),
                max_norm=0.05, prepare=fives)  # fmt: skip
     wanted = train_alone(job)
-    gradients = wanted.gradients[0].values()
-    of_norms = [g for name, g in wanted.gradients[0].items() if name.endswith("norm.weight")]
+    gradients = wanted.gradients.values()
+    of_norms = [g for name, g in wanted.gradients.items() if name.endswith("norm.weight")]
     whole, norms = (math.sqrt(sum(float(g.square().sum()) for g in part)) for part in (gradients, of_norms))
     assert wanted.norms[0] == pytest.approx(whole)
     assert math.hypot(whole, norms) / whole - 1 > 1e-5  # counted twice, the norm weights would be seen

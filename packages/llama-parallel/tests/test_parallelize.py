@@ -1,15 +1,25 @@
 """Every layout equals one process in float64: initial bits, losses, gradients, norms, weights after three steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from llama_core import LlamaConfig
-from llama_parallel import ParallelConfig, ParallelPlan
+from llama_core import Llama, LlamaConfig
+from llama_parallel import MicroBatch, Parallel, ParallelConfig, ParallelPlan, accumulate_gradients
 from llama_parallel.layout import describe
-from llama_parallel.parity import Record, Task, differences, train_alone, train_on_ranks
-from llama_parallel.testing import run_ranks
+from llama_parallel.parity import (
+    Record,
+    Task,
+    differences,
+    make_parallel,
+    relative,
+    shares,
+    train_alone,
+    train_on_ranks,
+)
+from llama_parallel.testing import RankError, run_ranks
 
 # Sums over ranks are taken in another order than in one process: float64 has 2e-16, and gradients of three steps on
 # this model differ by up to about 1e-14 of their largest element.
@@ -75,3 +85,78 @@ def check(job: Task, layout: ParallelConfig, plan: ParallelPlan | None = None) -
 )
 def test_layout_equals_one_process(layout: ParallelConfig, changes: dict[str, Any]) -> None:
     check(task(**changes), layout)
+
+
+def test_eight_ranks() -> None:
+    check(task(steps=1, **ODD, **BIASED), ParallelConfig(dp_replicate=2, dp_shard=2, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "plan", "accumulation"),
+    [
+        (ParallelConfig(tp=2), ParallelPlan(sequence_parallel=False), 1),
+        (ParallelConfig(tp=4), ParallelPlan(sequence_parallel=False, activation_checkpointing="full"), 1),
+        (ParallelConfig(tp=2), ParallelPlan(activation_checkpointing="selective"), 2),
+        (ParallelConfig(dp_shard=2, tp=2), ParallelPlan(activation_checkpointing="full"), 2),
+        (ParallelConfig(dp_shard=2), ParallelPlan(activation_checkpointing="selective"), 4),
+        (ParallelConfig(dp_shard=2), ParallelPlan(reshard_after_forward=False), 2),
+        (ParallelConfig(dp_replicate=2), ParallelPlan(), 4),
+        (ParallelConfig(dp_replicate=2, dp_shard=2), ParallelPlan(), 2),
+        (ParallelConfig(), ParallelPlan(compute_dtype=torch.float64), 4),
+    ],
+    ids=lambda value: describe(value) if isinstance(value, ParallelConfig) else None,
+)
+def test_plan_and_accumulation_change_nothing(layout: ParallelConfig, plan: ParallelPlan, accumulation: int) -> None:
+    check(task(rows=8, steps=2, accumulation=accumulation, attention_bias=True), layout, plan)
+
+
+# torch 2.15's own tracer looks at .grad of every tensor
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers() -> None:
+    """Each layer is one graph with its collectives in it; "aot_eager" traces like the default and needs no compiler."""
+    plan = ParallelPlan(compile=True, compile_options={"backend": "aot_eager"}, activation_checkpointing="selective")
+    check(task(steps=1, attention_bias=True), ParallelConfig(dp_shard=2, tp=2), plan)
+
+
+def test_no_unmasked_token_at_all() -> None:
+    job = task(steps=1)
+    job.targets[:] = -100
+
+    def work(rank: int) -> tuple[list[float], list[float]]:
+        record = train_on_ranks(rank, job, ParallelConfig(dp_shard=2, tp=2))
+        return record.losses, record.norms
+
+    assert run_ranks(work, 4) == [([0.0], [0.0])] * 4
+
+
+def test_gradients_need_a_micro_batch_and_a_head() -> None:
+    parallel = Parallel(Llama(T0), None, ParallelPlan())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no micro-batch"):
+        accumulate_gradients(parallel, [])
+    parallel.model.lm_head = None
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="pipeline stage without output head"):
+        accumulate_gradients(parallel, [MicroBatch(tokens, tokens)])
+
+
+def test_context_parallelism_needs_an_attention_that_knows_of_it() -> None:
+    with pytest.raises(RankError, match=r"cp = 2 needs plan\.attend"):
+        run_ranks(train_on_ranks, 2, task(), ParallelConfig(cp=2))
+
+
+def test_a_missing_all_reduce_is_seen() -> None:
+    """The comparison can fail: replicas that do not talk drift apart, and the first wrong gradient is named."""
+    job = task()
+
+    def work(rank: int) -> dict[str, float]:
+        parallel = make_parallel(job, ParallelConfig(dp_replicate=2))
+        parallel.set_gradient_sync(False)
+        switched_off = replace(parallel, replication=None)  # out of reach of what would switch it on again
+        accumulate_gradients(switched_off, shares(parallel, job.tokens[0], job.targets[0]))
+        wanted = train_alone(job).gradients
+        grads = {name: p.grad for name, p in parallel.model.named_parameters() if p.grad is not None}
+        return {name: relative(grads[name], wanted[name]) for name in wanted}
+
+    for off in run_ranks(work, 2):
+        assert next(name for name, value in off.items() if value > TOLERANCE) == "model.embed_tokens.weight"
+        assert max(off.values()) > 0.1

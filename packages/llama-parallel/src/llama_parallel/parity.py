@@ -52,8 +52,8 @@ class Record:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     """Gradient norm of each step, before clipping."""
-    gradients: list[Weights] = field(default_factory=list)
-    """Of each step, before clipping."""
+    gradients: Weights = field(default_factory=dict)
+    """Of the first step, before clipping; those of later steps show in the weights."""
     weights: Weights = field(default_factory=dict)
     """After the last step."""
     parts: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
@@ -76,22 +76,24 @@ def train_alone(task: Task) -> Record:
         loss = loss_sum / (targets != -100).sum().clamp(min=1)
         loss.backward()
         record.losses.append(float(loss.detach()))
-        record.gradients.append(_gradients(model))
+        record.gradients = record.gradients or _gradients(model)
         record.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)))
         _descend(model, task.learning_rate)
     record.weights = _copies(model)
     return record
 
 
-def train_on_ranks(rank: int, task: Task, layout: ParallelConfig, plan: ParallelPlan | None = None) -> Record:
-    """One rank of a layout, in a process group that exists; every rank returns the whole record."""
-    parallel = make_parallel(task, layout, plan)
+def train_on_ranks(
+    rank: int, task: Task, layout: ParallelConfig, plan: ParallelPlan | None = None, device: str = "cpu"
+) -> Record:
+    """One rank of a layout, in a process group that exists; every rank returns the whole record, on the CPU."""
+    parallel = make_parallel(task, layout, plan, device)
     record = Record(initial=_copies(parallel.model))
     for tokens, targets in zip(task.tokens, task.targets, strict=True):
         parallel.model.zero_grad()
         loss, _ = accumulate_gradients(parallel, shares(parallel, tokens, targets, task.accumulation))
         record.losses.append(float(loss.detach()))
-        record.gradients.append(_gradients(parallel.model))
+        record.gradients = record.gradients or _gradients(parallel.model)
         record.norms.append(float(clip_grad_norm_(parallel.model, task.max_norm, parallel.mesh)))
         _descend(parallel.model, task.learning_rate)
     record.weights = _copies(parallel.model)
@@ -99,12 +101,14 @@ def train_on_ranks(rank: int, task: Task, layout: ParallelConfig, plan: Parallel
     return record
 
 
-def make_parallel(task: Task, layout: ParallelConfig, plan: ParallelPlan | None = None) -> Parallel:
+def make_parallel(
+    task: Task, layout: ParallelConfig, plan: ParallelPlan | None = None, device: str = "cpu"
+) -> Parallel:
     """The task's model on this rank, with its initial weights."""
     with torch.device("meta"):
         model = Llama(task.model).to(task.dtype)
-    parallel = parallelize(model, build_mesh(layout, "cpu"), plan)
-    init_shards(model, task.seed, "cpu")
+    parallel = parallelize(model, build_mesh(layout, torch.device(device).type), plan)
+    init_shards(model, task.seed, device)
     if task.prepare is not None:
         task.prepare(model)
     return parallel
@@ -115,7 +119,8 @@ def shares(parallel: Parallel, tokens: Tensor, targets: Tensor, accumulation: in
     mesh = parallel.mesh
     index = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
     count = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
-    parts = zip(*(x.chunk(count)[index].chunk(accumulation) for x in (tokens, targets)))
+    device = next(parallel.model.parameters()).device
+    parts = zip(*(x.chunk(count)[index].to(device).chunk(accumulation) for x in (tokens, targets)))
     return [MicroBatch(*part) for part in parts]
 
 
@@ -125,14 +130,12 @@ def differences(found: Record, wanted: Record) -> dict[str, float]:
     Keys: "loss", "norm", "gradient of NAME", "weight NAME".
     """
     result = {"loss": _worst(found.losses, wanted.losses), "norm": _worst(found.norms, wanted.norms)}
-    for step, (gradients, right) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
-        assert gradients.keys() == right.keys(), (step, gradients.keys() ^ right.keys())
-        for name in right:
-            key = f"gradient of {name}"
-            result[key] = max(result.get(key, 0.0), relative(gradients[name], right[name]))
-    assert found.weights.keys() == wanted.weights.keys()
-    for name in wanted.weights:
-        result[f"weight {name}"] = relative(found.weights[name], wanted.weights[name])
+    for title, ours, theirs in (
+        ("gradient of", found.gradients, wanted.gradients),
+        ("weight", found.weights, wanted.weights),
+    ):
+        assert ours.keys() == theirs.keys(), (title, ours.keys() ^ theirs.keys())
+        result.update({f"{title} {name}": relative(ours[name], theirs[name]) for name in theirs})
     return result
 
 
@@ -149,7 +152,8 @@ def _worst(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone().cpu()
 
 
 def _copies(model: Llama) -> Weights:
@@ -168,4 +172,4 @@ def _descend(model: Llama, learning_rate: float) -> None:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
