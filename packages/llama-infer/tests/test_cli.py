@@ -61,7 +61,8 @@ def test_wrong_flags_are_explained(capfd: pytest.CaptureFixture[str], argv: list
     [
         (["--prompt", "x", "--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (["--prompt", "x", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
-        (["--prompt", "x", "--model", "nowhere"], "nowhere does not exist; --model wants a Hugging Face folder"),
+        (["--prompt", "x", "--model", "nowhere"], "nowhere does not exist; --model wants a model's folder, a"),
+        (["--prompt", "x", "--model", "./no/where"], "no/where does not exist; --model wants a model's folder, a"),
         (["--prompt", "x", "--system", "y"], "--system is a message of a chat; add --chat"),
         (["--prompt", ""], "the prompt is empty"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w./@-]*")
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     model: str | None = None
-    """A Hugging Face folder or a .gguf file. Default: the embedded SmolLM2-135M-Instruct."""
+    """A model's folder (Hugging Face's or Meta's format), a .gguf file, or a name on a hub. Default: the embedded
+    SmolLM2-135M-Instruct."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights. auto: float32 on a CPU, bfloat16 on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -32,8 +37,8 @@ class ModelOptions:
     def load(self) -> LLM:
         """The model. Raises ValueError where there is none, without the seconds that torch takes to import."""
         path = embedded_model() if self.model is None else Path(self.model).expanduser()
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; --model wants a Hugging Face folder or a .gguf file")
+        if not path.exists() and not _HUB_NAME.fullmatch(self.model or ""):
+            raise ValueError(f"{path} does not exist; --model wants a model's folder, a .gguf file or a name on a hub")
         from .llm import LLM
 
         return LLM(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from llama_core import Llama, Tokenizer, load_model, load_tokenizer, pack_projections
+from llama_core.hub import local_path
 
 from .cpu import use_onednn
 from .defaults import ModelSampling, model_sampling
@@ -35,8 +36,8 @@ class LLM:
     >>> llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))[0].text
 
     Args:
-        model: a Hugging Face folder or a .gguf file; None for the embedded model. Or a `Llama` you hold, which is
-            used as it stands (its dtype and device too).
+        model: what `llama_core.load_model` takes: a folder in Hugging Face's or Meta's format, a .gguf file, a name on
+            a hub. None for the embedded model. Or a `Llama` you hold, used as it stands (its dtype and device too).
         tokenizer: a tokenizer, or the path of one; by default the model's own. A `Llama` without one takes and gives
             token ids only.
         dtype: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16", "float16" or a torch dtype.
@@ -73,7 +74,7 @@ class LLM:
         if isinstance(model, Llama):
             self.model = model
         else:
-            path = embedded_model() if model is None else Path(model).expanduser()
+            path = embedded_model() if model is None else local_path(Path(model).expanduser())
             if tokenizer is None:
                 with warnings.catch_warnings():  # a broken generation_config.json: `model_sampling` says it
                     warnings.simplefilter("ignore")
