@@ -326,6 +326,8 @@ def test_divisors_of_no_known_rule(tmp_path: Path, make_t0: Make) -> None:
         ({"llama.rope.scaling.type": "longrope"}, (), "longrope"),
         ({"llama.rope.freq_base": "x"}, (), "freq_base"),
         ({"llama.block_count": 4_000_000_000}, (), "4000000000 layers"),
+        ({"split.count": "x"}, (), "split.count is x"),
+        ({"split.count": 4_000_000_000}, (), "split.count is 4000000000"),
         ({"llama.vocab_size": 99}, (), r"embed_tokens\.weight is \[128, 32\], must be \[99, 32\]"),
         ({"llama.attention.key_length": 7}, (), "head_dim is 7|no multiple of 7"),
         ({"tokenizer.ggml.eos_token_id": "x"}, (), "eos_token_id"),
@@ -365,6 +367,35 @@ def test_tensor_faults_are_listed_together(tmp_path: Path, make_t0: Make) -> Non
         "lm_head.weight is [128, 16], must be [128, 32]",
     ):
         assert part in str(caught.value)
+
+
+def split(folder: Path, model: Llama, count: int = 3) -> list[Path]:
+    """The parts that llama.cpp's gguf-split makes: metadata in the first, tensors spread over all."""
+    names = list(arrays(model))
+    paths = [folder / f"m-{n + 1:05d}-of-{count:05d}.gguf" for n in range(count)]
+    for n, path in enumerate(paths):
+        metadata = {"split.no": n, "split.count": count}
+        part = {name: arrays(model)[name] for name in names[n::count]}
+        write(path, model.config, part, metadata, skip=() if n == 0 else ("llama.block_count", "llama.context_length"))
+    return paths
+
+
+def test_split_files(tmp_path: Path, make_t0: Make) -> None:
+    model = make_t0()
+    paths = split(tmp_path, model)
+    loaded = load_model(paths[0])
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    paths[1].rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match=r"1 of 3 parts are not there: m-00002-of-00003\.gguf"):
+        load_model(paths[0])
+    (tmp_path / "away").rename(paths[1])
+    paths[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match=r"split\.count is 3; the file must be named NAME-00001-of-00003\.gguf"):
+        load_model(tmp_path / "other.gguf")
+    paths[2].write_bytes(paths[1].read_bytes())
+    (tmp_path / "other.gguf").rename(paths[0])
+    with pytest.raises(CheckpointError, match=r"m-00003-of-00003\.gguf: .* stands in m-00002-of-00003\.gguf already"):
+        load_model(paths[0])
 
 
 def test_types_that_are_no_weights(tmp_path: Path, make_t0: Make) -> None:

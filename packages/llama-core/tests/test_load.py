@@ -206,10 +206,18 @@ def test_all_faults_in_one_error(tmp_path: Path, make_t0: Make) -> None:
         "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight",
         "1 unexpected: model.layers.7.mlp.up_proj.weight",
         "1 misshapen: model.layers.0.self_attn.q_proj.weight is [32, 31], must be [32, 32]",
-        "1 of a type that is no floating point: lm_head.weight is torch.int32",
+        "1 of another type than float32, float16, bfloat16, float64: lm_head.weight is torch.int32",
         str(tmp_path),
     ):
         assert part in text
+
+
+def test_eight_bit_floats_without_scales_are_no_weights(tmp_path: Path, make_t0: Make) -> None:
+    save_model(make_t0(), tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(tmp_path, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is torch\.float8_e4m3fn"):
+        load_model(tmp_path)
 
 
 def test_long_lists_are_cut(tmp_path: Path, make_t0: Make) -> None:
@@ -338,6 +346,10 @@ def test_paths_that_hold_no_model(tmp_path: Path) -> None:
         load_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"holds neither config\.json nor params\.json"):
         load_model(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(CheckpointError, match="holds an adapter, no model"):
+        load_model(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match="no GGUF file"):
         load_model(tmp_path / "notes.txt")
@@ -356,6 +368,24 @@ def test_folder_with_other_weights_says_so(tmp_path: Path, make_t0: Make) -> Non
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match="convert them to safetensors"):
         load_model(tmp_path)
+
+
+# --- GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", ["hf", "meta", "gguf"])
+def test_straight_onto_a_gpu(tmp_path: Path, make_t0: Make, wanted: torch.dtype, format: str) -> None:
+    # wide enough for several pieces and for scratch memory that is used again
+    save_model(make_t0(hidden_size=1024, intermediate_size=4096, head_dim=64), tmp_path / "m", format=format)
+    cpu, gpu = (load_model(tmp_path / "m", dtype=wanted, device=device) for device in ("cpu", "cuda"))
+    for name, tensor in cpu.state_dict().items():
+        assert gpu.state_dict()[name].is_cuda
+        assert torch.equal(gpu.state_dict()[name].cpu(), tensor), name
+    save_model(gpu, tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == cpu.state_dict().keys()
 
 
 # --- memory ---

@@ -24,6 +24,8 @@ from .file_bytes import FileBytes, Scratch
 from .parameter_shapes import parameter_shapes
 from .stored_tensor import StoredTensor
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""What weights may be stored and loaded as. Eight-bit floats mean nothing without their scales."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PIECE_BYTES = 1 << 20
 """Rows are read in pieces of about this size: it bounds the memory beside the model and feeds the threads evenly.
@@ -80,9 +82,10 @@ def check(checkpoint: Checkpoint) -> None:
     if wrong:
         texts = [f"{name} is {list(tensors[name].shape)}, must be {list(allowed[name])}" for name in wrong]
         faults.append(f"{len(wrong)} misshapen: {listed(texts)}")
-    kinds = [f"{name} is {tensors[name].dtype}" for name in shared if not tensors[name].dtype.is_floating_point]
+    kinds = [f"{name} is {tensors[name].dtype}" for name in shared if tensors[name].dtype not in DTYPES]
     if kinds:
-        faults.append(f"{len(kinds)} of a type that is no floating point: {listed(kinds)}")
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        faults.append(f"{len(kinds)} of another type than {types}: {listed(kinds)}")
     if faults:
         raise _error(checkpoint, faults)
 

@@ -7,7 +7,8 @@ order of interleaved rotary pairs and are put back into that of rotated halves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .stored_tensor import PairedRows, StoredTensor
 
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 ROPE_DIVISORS = "rope_freqs.weight"
+_SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -78,48 +80,72 @@ class GgufEntry:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Read the header of a GGUF file; no weights yet.
+    """Read the header of a GGUF file, or of all files of a split one; no weights yet.
 
     Raises:
         CheckpointError: damaged, not a Llama, of a type that cannot be dequantised, or the extra `gguf` is missing.
     """
-    header = read_gguf_header(path)
-    file = FileBytes(path)
+    headers = [read_gguf_header(part) for part in _parts(path, read_gguf_header(path))]
+    files: list[FileBytes] = []
     try:
-        return _open(header, file)
-    except ValueError as error:
-        file.close()
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
-    except BaseException:
-        file.close()
+        files += [FileBytes(header.path) for header in headers]
+        return _open(path, headers, files)
+    except BaseException as error:
+        for file in files:
+            file.close()
+        if isinstance(error, ValueError) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{path}: {error}") from None
         raise
 
 
-def _open(header: GgufHeader, file: FileBytes) -> Checkpoint:
-    row_bytes = {name: _row_bytes(header.path, tensor) for name, tensor in header.tensors.items()}
-    _check_extent(header, row_bytes)
-    divisors = None
-    if ROPE_DIVISORS in header.tensors:
-        stored = header.tensors[ROPE_DIVISORS]
-        if stored.ggml_type != 0 or len(stored.shape) != 1 or stored.shape[0] > 1 << 16:
-            raise CheckpointError(f"{header.path}: {ROPE_DIVISORS} must be a vector of float32")
-        values = torch.empty(stored.shape)
-        file.read_tensor(stored.offset, values)
-        divisors = values.tolist()
-    config = config_from_gguf(header.metadata, {n: t.shape for n, t in header.tensors.items()}, divisors)
+def _parts(path: Path, header: GgufHeader) -> list[Path]:
+    """All files of a model that llama.cpp's gguf-split has cut, in order; the first holds the metadata."""
+    count = header.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return [path]
+    match = _SPLIT.fullmatch(path.name)
+    if not isinstance(count, int) or not 0 < count < 100_000:
+        raise CheckpointError(f"{path}: split.count is {str(count)[:80]}; it must be a number of files")
+    if not match or count != int(match["count"]):
+        raise CheckpointError(f"{path}: split.count is {count}; the file must be named NAME-00001-of-{count:05d}.gguf")
+    parts = [path.with_name(f"{match['stem']}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(f"{path}: {len(absent)} of {count} parts are not there: {listed(absent)}")
+    return parts
+
+
+def _open(path: Path, headers: Sequence[GgufHeader], files: Sequence[FileBytes]) -> Checkpoint:
+    stored: dict[str, tuple[GgufTensor, FileBytes, int]] = {}
+    for header, file in zip(headers, files):
+        row_bytes = {name: _row_bytes(header.path, tensor) for name, tensor in header.tensors.items()}
+        _check_extent(header, row_bytes)
+        for name, tensor in header.tensors.items():
+            if name in stored:
+                raise CheckpointError(f"{header.path}: {name} stands in {stored[name][1].path.name} already")
+            stored[name] = (tensor, file, row_bytes[name])
+    divisors = _divisors(*stored.pop(ROPE_DIVISORS)[:2]) if ROPE_DIVISORS in stored else None
+    shapes = {name: tensor.shape for name, (tensor, _, _) in stored.items()}
+    config = config_from_gguf(headers[0].metadata, shapes, divisors)
     tensors: dict[str, StoredTensor] = {}
-    for name, tensor in header.tensors.items():
-        if name == ROPE_DIVISORS:
-            continue
+    for name, (tensor, file, row_size) in stored.items():
         dtype = FLOATS.get(tensor.ggml_type, torch.float32)
-        entry: StoredTensor = GgufEntry(file, tensor.offset, tensor.shape, tensor.ggml_type, row_bytes[name], dtype)
+        entry: StoredTensor = GgufEntry(file, tensor.offset, tensor.shape, tensor.ggml_type, row_size, dtype)
         if ".attn_q." in name or ".attn_k." in name:
             if tensor.shape[0] % config.head_width:
                 heads = f"{name} has {tensor.shape[0]} rows, no multiple of the head width {config.head_width}"
-                raise CheckpointError(f"{header.path}: {heads}")
+                raise CheckpointError(f"{file.path}: {heads}")
             entry = PairedRows(entry, config.head_width)
         tensors[hf_name(name) or name] = entry
-    return Checkpoint(header.path, config, tensors, files=(file,))
+    return Checkpoint(path, config, tensors, files=files)
+
+
+def _divisors(tensor: GgufTensor, file: FileBytes) -> list[float]:
+    if tensor.ggml_type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
+        raise CheckpointError(f"{file.path}: {ROPE_DIVISORS} must be a vector of float32")
+    values = torch.empty(tensor.shape)
+    file.read_tensor(tensor.offset, values)
+    divisors: list[float] = values.tolist()
+    return divisors
 
 
 def _row_bytes(path: Path, tensor: GgufTensor) -> int:

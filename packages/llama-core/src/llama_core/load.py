@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import Checkpoint, check, check_tied_head, fill, stored_dtype
+from .checkpoint import DTYPES, Checkpoint, check, check_tied_head, fill, stored_dtype
 from .errors import CheckpointError
 from .gguf_weights import open_gguf
 from .hf_checkpoint import open_hf
@@ -14,8 +14,6 @@ from .hub import local_path
 from .meta_checkpoint import PARAMS, open_meta
 from .model import Llama
 from .ops import Ops
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def load_model(
@@ -79,6 +77,10 @@ def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Check
     if path.is_dir():
         if (path / "config.json").is_file():
             return open_hf(path)
+        if (path / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{path} holds an adapter, no model: load its base model, then llama_core.lora.merge_lora"
+            )
         if ggufs := sorted(path.glob("*.gguf")):
             raise CheckpointError(f"{path} holds GGUF files; name one of them, for example {ggufs[0]}")
         raise CheckpointError(f"{path} holds neither config.json nor {PARAMS}")

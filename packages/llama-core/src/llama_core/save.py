@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import gguf_write, hf_write, meta_write
 from .atomic import new_file, new_folder
+from .checkpoint import DTYPES
 from .errors import CheckpointError, listed
-from .load import DTYPES
 from .model import Llama
 from .parameter_shapes import parameter_shapes
 from .tokenizer import Tokenizer
