@@ -41,8 +41,9 @@ def oracle(hidden, weight, targets, grad=None, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("shape", "z_loss"), [((5, 7, 123), 0.0), ((7, 5, 63), 1e-2)])
-def test_values_and_gradients(shape, z_loss, reduction, dtype, device, near, chunks, path):
+def test_5_6_9_values_and_gradients(shape, z_loss, reduction, dtype, device, near, chunks, path):
     # 5, 6: no vocabulary here is a multiple of the block: columns that do not exist weigh nothing.
+    # 9: gradients are exact, no small probability is skipped.
     hidden, weight, targets = data(*shape, dtype, device, ignored=[1])
     options = {"reduction": reduction, "z_loss": z_loss}
     loss = linear_cross_entropy(hidden, weight, targets, **options)
@@ -182,6 +183,18 @@ def test_gradient_only_where_wanted(device):
     assert torch.equal(alone, full[0])
     with torch.no_grad():
         assert not linear_cross_entropy(hidden, weight, targets).requires_grad
+
+
+def test_10_small_gradients_survive_beside_large_ones(device, near, path):
+    # 10: one buffer holds logits, then gradients: each probability is formed in float32 from logits as stored, so tiny
+    # gradients keep their relative precision next to p − 1.
+    logits = torch.tensor([[9.0, 0.0, -4.0, -8.0]], device=device).bfloat16()
+    expected = logits.double().softmax(1)
+    expected[0, 0] -= 1
+    kernel = importlib.import_module("llama_kernels.cross_entropy").cross_entropy_
+    kernel(logits, torch.tensor([0], device=device), torch.empty(1, device=device), None, -100, 0.0, True)
+    for column in range(4):
+        near(logits[:, column], expected[:, column])
 
 
 def test_15_backward_twice(device):

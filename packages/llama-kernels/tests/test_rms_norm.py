@@ -15,7 +15,8 @@ def double(*tensors):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients(shape, dtype, device, near):
+def test_18_values_and_gradients(shape, dtype, device, near):
+    # 18: the weight's gradient is there, not None.
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
     weight = torch.randn(shape[-1], device=device).to(dtype).requires_grad_()
     grad = torch.randn(shape, device=device).to(dtype)
@@ -32,7 +33,7 @@ def test_values_and_gradients(shape, dtype, device, near):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_add_values_and_gradients(shape, dtype, device, near):
+def test_17_add_values_and_gradients(shape, dtype, device, near):
     # 17: the residual stream's gradient is added to the norm's, not multiplied through it.
     x, residual = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(2))
     weight = torch.randn(shape[-1], device=device).to(dtype).requires_grad_()

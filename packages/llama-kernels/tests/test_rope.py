@@ -16,7 +16,7 @@ def angles(batch, seq, width, device, dtype=torch.float32):
     ("batch", "angle_batch", "seq", "q_heads", "k_heads", "width"),
     [(2, 1, 3, 4, 2, 8), (2, 2, 3, 3, 1, 6), (3, 3, 1, 2, 2, 64), (1, 1, 5, 9, 3, 10)],
 )
-def test_values_and_gradients(batch, angle_batch, seq, q_heads, k_heads, width, dtype, device, near):
+def test_21_22_values_and_gradients(batch, angle_batch, seq, q_heads, k_heads, width, dtype, device, near):
     # 21, 22: batched angles use their batch stride; B > 1 with S = 1 (decoding) is right.
     q = torch.randn(batch, seq, q_heads, width, device=device).to(dtype).requires_grad_()
     k = torch.randn(batch, seq, k_heads, width, device=device).to(dtype).requires_grad_()
@@ -48,7 +48,7 @@ def test_angle_of_one_position(device):
     assert torch.equal(out[0, 1, 0], torch.cat((-q[0, 1, 0, 4:], q[0, 1, 0, :4])))
 
 
-def test_strided_inputs_and_gradients(device):
+def test_20_strided_inputs_and_gradients(device):
     # 20: views of a packed projection, transposed layouts and stride-0 gradients equal their dense copies exactly.
     packed = torch.randn(2, 3, 8 * 16, device=device)
     q, k = packed[..., :64].unflatten(-1, (4, 16)), packed[..., 64:96].unflatten(-1, (2, 16))
