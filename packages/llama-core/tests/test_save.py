@@ -106,6 +106,22 @@ def test_tensors_begin_at_multiples_of_their_element_size(tmp_path: Path) -> Non
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "x").items())
 
 
+@pytest.mark.parametrize("format", ["hf", "meta", "gguf"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_progress_ends_at_the_whole(tmp_path: Path, make_t0: Make, format: str, tied: bool) -> None:
+    model = make_t0(tie_word_embeddings=tied)
+    for call in (
+        lambda told: save_model(model, tmp_path / "m", format, dtype=torch.bfloat16, progress=told, overwrite=True),
+        lambda told: load_model(tmp_path / "m", dtype=torch.float32, progress=told),
+    ):
+        steps: list[tuple[int, int]] = []
+        call(lambda done, total, steps=steps: steps.append((done, total)))
+        assert len(steps) > 10
+        assert steps == sorted(steps)
+        assert {total for _, total in steps} == {model.num_parameters() * 4}
+        assert steps[-1][0] == model.num_parameters() * 4
+
+
 def test_refuses_a_taken_target(tmp_path: Path, make_t0: Make) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").write_text("mine")

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,9 @@ GPU_PIECE_BYTES = 8 << 20
 """The same on a GPU, where every piece is one transfer and small ones cost more in starting than in copying."""
 READERS = 8
 """Threads that read, at most. One copies a few GB/s from the page cache; fast disks and GPUs take what eight give."""
+
+Progress = Callable[[int, int], None]
+"""Told from time to time how many bytes are done, of how many in all."""
 
 _OLD_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -102,8 +105,9 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return elements.most_common(1)[0][0]
 
 
-def fill(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) -> None:
+def fill(checkpoint: Checkpoint, parameters: Mapping[str, Tensor], progress: Progress | None = None) -> None:
     """Read every parameter into its place. `check` must have passed."""
+    total, done = sum(target.nbytes for target in parameters.values()), 0
     jobs = [
         (checkpoint.tensors[name], start, stop, target.detach()[start:stop])
         for name, target in parameters.items()
@@ -120,8 +124,10 @@ def fill(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) -> None:
 
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), initializer=prepare) as readers:
         try:
-            for _ in readers.map(read, jobs):
-                pass
+            for _, (_, _, _, out) in zip(readers.map(read, jobs), jobs):
+                done += out.nbytes
+                if progress is not None:
+                    progress(done, total)
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise

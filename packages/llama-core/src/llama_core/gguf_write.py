@@ -20,7 +20,7 @@ from .gguf_rope import llama3_divisors, metadata_from_rope
 from .gguf_tokenizer_write import gguf_tokenizer_metadata
 from .gguf_weights import LAYER, ROPE_DIVISORS, TOP
 from .meta_write import interleave
-from .safetensors_write import host_rows
+from .safetensors_write import Done, host_rows
 from .tokenizer import Tokenizer
 
 BLOCK = 32
@@ -46,7 +46,12 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(
-    file: BinaryIO, config: LlamaConfig, tensors: Mapping[str, Tensor], kind: str, tokenizer: Tokenizer | None = None
+    file: BinaryIO,
+    config: LlamaConfig,
+    tensors: Mapping[str, Tensor],
+    kind: str,
+    tokenizer: Tokenizer | None = None,
+    done: Done | None = None,
 ) -> None:
     """Write a whole file, one tensor in memory at a time.
 
@@ -54,6 +59,7 @@ def write_gguf(
         tensors: under their Hugging Face names.
         kind: one of `TYPES`, for the matrices.
         tokenizer: goes into the file with its chat templates. Without one llama.cpp cannot turn text into ids.
+        done: called after every piece with its bytes in memory.
 
     Raises:
         ValueError: a rotary scaling or tokenizer that GGUF cannot say.
@@ -62,7 +68,7 @@ def write_gguf(
     if kind in ("Q8_0", "Q4_0"):
         _quants()
     metadata = {**_metadata(config, kind), **_token_metadata(config, tokenizer)}
-    rows = [_tensor(name, tensor, kind, config.head_width) for name, tensor in tensors.items()]
+    rows = [_tensor(name, tensor, kind, config.head_width, done) for name, tensor in tensors.items()]
     if config.rope.rope_type == "llama3":
         divisors = torch.tensor(llama3_divisors(config.rope, config.head_width), dtype=torch.float32)
         rows.append(TensorToWrite(ROPE_DIVISORS, tuple(divisors.shape), 0, divisors.nbytes, [divisors.numpy().data]))
@@ -99,7 +105,7 @@ def _token_metadata(config: LlamaConfig, tokenizer: Tokenizer | None) -> dict[st
     return {"tokenizer.ggml.model": "no_vocab", **known}
 
 
-def _tensor(name: str, tensor: Tensor, kind: str, head_dim: int) -> TensorToWrite:
+def _tensor(name: str, tensor: Tensor, kind: str, head_dim: int, done: Done | None) -> TensorToWrite:
     if tensor.dim() == 1:
         kind = "F32"
     elif kind == "Q4_0" and name in TOP.values():
@@ -109,13 +115,15 @@ def _tensor(name: str, tensor: Tensor, kind: str, head_dim: int) -> TensorToWrit
         kind = "F16"
         number, size, block, _ = TYPES[kind]
     total = tensor.numel() // block * size
-    return TensorToWrite(gguf_name(name), tuple(tensor.shape), number, total, _pieces(name, tensor, kind, head_dim))
+    return TensorToWrite(
+        gguf_name(name), tuple(tensor.shape), number, total, _pieces(name, tensor, kind, head_dim, done)
+    )
 
 
-def _pieces(name: str, tensor: Tensor, kind: str, head_dim: int) -> Iterator[Any]:
+def _pieces(name: str, tensor: Tensor, kind: str, head_dim: int, done: Done | None) -> Iterator[Any]:
     if ".q_proj." in name or ".k_proj." in name:
         tensor = interleave(tensor.detach(), head_dim)
-    for rows in host_rows(tensor, _TORCH.get(kind, torch.float32)):
+    for rows in host_rows(tensor, _TORCH.get(kind, torch.float32), done):
         if kind in _TORCH:
             yield rows.view(torch.uint8).numpy().data.cast("B")
             continue

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .config import LlamaConfig
 from .hf_checkpoint import INDEX, SINGLE
-from .safetensors_write import write_safetensors
+from .safetensors_write import Done, write_safetensors
 
 STALE = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 """Weights of an older checkpoint in the same folder; left beside new ones they would be read instead."""
@@ -25,6 +25,7 @@ def write_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     generation: Mapping[str, Any] | None = None,
+    done: Done | None = None,
 ) -> None:
     """Write into an existing folder.
 
@@ -35,18 +36,19 @@ def write_hf(
         dtype: to convert to on the way; `None` keeps the tensors'.
         max_shard_bytes: no file holds more bytes of tensors than this, except for a single larger tensor.
         generation: content of generation_config.json; the special token ids of `config` by default.
+        done: called after every piece with its bytes in memory.
     """
     kind = str(dtype or next(iter(tensors.values())).dtype).removeprefix("torch.")
     _write_json(folder / "config.json", {**config.to_hf(), "dtype": kind, "torch_dtype": kind})
     _write_json(folder / "generation_config.json", generation_defaults(config) if generation is None else generation)
     shards = _split(tensors, dtype, max_shard_bytes)
     if len(shards) == 1:
-        write_safetensors(folder / SINGLE, tensors, dtype)
+        write_safetensors(folder / SINGLE, tensors, dtype, done=done)
         return
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard, dtype)
+        write_safetensors(folder / name, shard, dtype, done=done)
         weight_map.update(dict.fromkeys(shard, name))
     total = sum(_bytes(tensor, dtype) for tensor in tensors.values())
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import DTYPES, Checkpoint, check, check_tied_head, fill, stored_dtype
+from .checkpoint import DTYPES, Checkpoint, Progress, check, check_tied_head, fill, stored_dtype
 from .errors import CheckpointError
 from .gguf_weights import open_gguf
 from .hf_checkpoint import open_hf
@@ -23,6 +23,7 @@ def load_model(
     ops: Ops | None = None,
     *,
     rope_factor: float | None = None,
+    progress: Progress | None = None,
 ) -> Llama:
     """Load a model from a Hugging Face folder, a folder in Meta's format or a `.gguf` file, in evaluation mode.
 
@@ -37,6 +38,7 @@ def load_model(
         ops: the operations the model computes with, plain torch by default.
         rope_factor: for Meta's folders of Llama 3.1 and later, whose params.json does not tell by which factor the
             context was extended: 8 for 3.1 and 3.3, 32 for 3.2 1B and 3B. For nothing else.
+        progress: called with the bytes of the model that are there, and all of them.
 
     Raises:
         CheckpointError: a `ValueError` whose message lists everything missing, unexpected, misshapen or damaged.
@@ -49,7 +51,7 @@ def load_model(
         with torch.device("meta"):
             model = Llama(checkpoint.config, ops)
         model = model.to(dtype or stored_dtype(checkpoint)).to_empty(device=device)
-        fill(checkpoint, dict(model.named_parameters()))
+        fill(checkpoint, dict(model.named_parameters()), progress)
         if checkpoint.config.tie_word_embeddings:
             check_tied_head(checkpoint, model.get_parameter("model.embed_tokens.weight"))
     finally:

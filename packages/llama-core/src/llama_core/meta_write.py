@@ -12,6 +12,7 @@ from torch import Tensor
 from .config import LlamaConfig
 from .meta_checkpoint import LAYER, PARAMS, TOP, split_dim
 from .meta_config import LLAMA3_VOCABULARY, params_from_config
+from .safetensors_write import Done
 
 STALE = ("consolidated.*.pth", PARAMS)
 _META = {hf: meta for meta, hf in (*TOP.items(), *LAYER.items())}
@@ -26,7 +27,12 @@ def meta_name(name: str) -> str:
 
 
 def write_meta(
-    folder: Path, config: LlamaConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, shards: int = 1
+    folder: Path,
+    config: LlamaConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    shards: int = 1,
+    done: Done | None = None,
 ) -> None:
     """Write into an existing folder. One shard is held in main memory at a time.
 
@@ -36,6 +42,7 @@ def write_meta(
         tensors: under their Hugging Face names. A tied head is written as well; Meta's code wants one.
         dtype: to convert to on the way; `None` keeps the tensors'.
         shards: files to write; must divide the heads and every dimension that is cut.
+        done: called after every part with its bytes in memory.
 
     Raises:
         ValueError: a setting that the format does not have, or a number of shards that does not divide.
@@ -56,6 +63,8 @@ def write_meta(
             part = tensor.detach() if dim is None else tensor.detach().chunk(shards, dim)[index]
             if ".q_proj" in name or ".k_proj" in name:
                 part = interleave(part, config.head_width)
+            if done is not None:
+                done(part.nbytes)
             part = part.to("cpu", dtype or tensor.dtype)
             part = part.contiguous()
             # torch.save writes the whole storage behind a view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from .safetensors_file import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_BYTES = 16 << 20
+Done = Callable[[int], None]
 
 
 def write_safetensors(
@@ -21,6 +22,7 @@ def write_safetensors(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
+    done: Done | None = None,
 ) -> None:
     """Write `tensors` to a new file.
 
@@ -29,6 +31,7 @@ def write_safetensors(
         tensors: on any device, of any strides.
         dtype: to convert to on the way; `None` keeps each tensor's.
         metadata: strings for the header; `format: pt` is always there, because Hugging Face's loaders look for it.
+        done: called after every piece with its bytes in memory.
     """
     # Wide types first, as the library does, so that every tensor begins at a multiple of its element size.
     order = sorted(tensors, key=lambda name: -(dtype or tensors[name].dtype).itemsize)
@@ -44,11 +47,11 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
-            for rows in host_rows(tensors[name], dtype):
+            for rows in host_rows(tensors[name], dtype, done):
                 file.write(rows.view(torch.uint8).numpy().data)
 
 
-def host_rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+def host_rows(tensor: Tensor, dtype: torch.dtype | None = None, done: Done | None = None) -> Iterator[Tensor]:
     """The tensor in contiguous pieces of dimension 0 in main memory; copied only where it must be."""
     tensor = tensor.detach()
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -57,3 +60,5 @@ def host_rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tens
         piece = tensor[start : start + step] if tensor.dim() else tensor.reshape(1)
         if piece.numel():
             yield piece.to("cpu", dtype or tensor.dtype).contiguous()
+            if done is not None:
+                done(piece.nbytes)

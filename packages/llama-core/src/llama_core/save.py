@@ -11,10 +11,11 @@ from torch import Tensor
 
 from . import gguf_write, hf_write, meta_write
 from .atomic import new_file, new_folder
-from .checkpoint import DTYPES
+from .checkpoint import DTYPES, Progress
 from .errors import CheckpointError, listed
 from .model import Llama
 from .parameter_shapes import parameter_shapes
+from .safetensors_write import Done
 from .tokenizer import Tokenizer
 
 FORMATS = ("hf", "meta", "gguf")
@@ -31,6 +32,7 @@ def save_model(
     generation: Mapping[str, Any] | None = None,
     shards: int = 1,
     tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write a model. The target appears complete or not at all.
 
@@ -46,6 +48,7 @@ def save_model(
         shards: files of tensor-parallel parts ("meta"); must divide the heads.
         tokenizer: written into the same folder ("hf") or file ("gguf", where llama.cpp needs it). "meta" has no place
             for one: copy the original tokenizer.model.
+        progress: called with the bytes of the model that are dealt with, and all of them.
 
     Raises:
         CheckpointError: the target is taken, or the model is not whole.
@@ -59,10 +62,11 @@ def save_model(
     if shards < 1:
         raise ValueError(f"shards is {shards}; it must be at least 1")
     tensors = whole_weights(model)
+    done = _counter(progress, sum(tensor.nbytes for tensor in tensors.values()))
     if format == "gguf":
         kind = _gguf_kind(dtype or next(iter(tensors.values())).dtype)
         with new_file(path, overwrite) as file:
-            gguf_write.write_gguf(file, model.config, tensors, kind, tokenizer)
+            gguf_write.write_gguf(file, model.config, tensors, kind, tokenizer, done)
         return
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
@@ -72,11 +76,25 @@ def save_model(
     stale = (*hf_write.STALE, *meta_write.STALE)
     with new_folder(path, overwrite, stale) as folder:
         if format == "hf":
-            hf_write.write_hf(folder, model.config, tensors, dtype, int(max_shard_bytes), generation)
+            hf_write.write_hf(folder, model.config, tensors, dtype, int(max_shard_bytes), generation, done)
             if tokenizer is not None:
                 tokenizer.save(folder)
         else:
-            meta_write.write_meta(folder, model.config, tensors, dtype, shards)
+            meta_write.write_meta(folder, model.config, tensors, dtype, shards, done)
+
+
+def _counter(progress: Progress | None, total: int) -> Done | None:
+    """Adds up pieces. Meta's format repeats norms and a tied head: what is beyond the model does not count."""
+    if progress is None:
+        return None
+    tell, so_far = progress, 0
+
+    def done(count: int) -> None:
+        nonlocal so_far
+        so_far = min(so_far + count, total)
+        tell(so_far, total)
+
+    return done
 
 
 def _gguf_kind(dtype: torch.dtype | str) -> str:
