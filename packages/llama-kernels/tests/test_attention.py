@@ -115,8 +115,9 @@ def test_b38_lengths_and_widths_that_fill_no_block(backend: str, length: int, wi
     """B38: random inputs, causal and not, 6 query heads on 2 key heads, batch 2."""
     for dtype, causal in ((torch.float32, True), (torch.float32, False), (torch.float16, True), (torch.float16, False)):
         q, k, v = (draw(2, length, heads, width, dtype=dtype, seed=heads + i) for i, heads in enumerate((6, 2, 2)))
-        if CUDA or backend != "triton" or dtype == torch.float32:  # the interpreter computes both in float32
-            compare(q, k, v, backend, causal=causal)
+        if backend == "triton" and not CUDA and (dtype == torch.float16 or (length > 100 and not causal)):
+            continue  # the interpreter computes both types in float32, and takes its time
+        compare(q, k, v, backend, causal=causal)
 
 
 @pytest.mark.parametrize("backend", HERE)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama_kernels import torch_attention
 from llama_kernels.attention_backends import choose
-from llama_kernels.attention_call import check_document_bounds, check_tensors, describe
+from llama_kernels.attention_call import check_document_bounds, check_tensors, dense_rows, describe
 
 
 @torch.library.custom_op("llama_kernels::attention_forward", mutates_args=())
@@ -36,7 +36,7 @@ def _forward(
         check_document_bounds("cu_seqlens_k", cu_k, call.seq_k)
     if q.numel() == 0 or k.numel() == 0:  # nothing to launch: a grid of no programs is an error
         return q.new_zeros(q.shape), q.new_full(call.lse_shape, float("-inf"), dtype=call.lse_dtype)
-    out, lse = chosen.forward(q, k, v, call, cu_q, cu_k)
+    out, lse = chosen.forward(dense_rows(q), dense_rows(k), dense_rows(v), call, cu_q, cu_k)
     return out.contiguous(), lse.contiguous()
 
 
@@ -69,7 +69,7 @@ def _backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     # Kernels read dout as dense rows; sum() and expand() send strides of 0 (kernels.md, rows 14 and 20).
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-    dq, dk, dv = chosen.backward(dout, q, k, v, out, lse, call, cu_q, cu_k)
+    dq, dk, dv = chosen.backward(dout, dense_rows(q), dense_rows(k), dense_rows(v), out, lse, call, cu_q, cu_k)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

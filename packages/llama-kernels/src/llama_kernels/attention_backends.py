@@ -67,6 +67,8 @@ def _why_not_flash4(call: AttentionCall) -> str | None:
         return reason
     if torch.cuda.get_device_capability(call.device) < (9, 0):
         return "it needs a GPU of compute capability 9.0 or later"
+    if call.head_dim % 32:  # width 40 gave wrong gradients in 4.0.0b36 on an H200; 32, 64, 96, 128, 192, 256 are right
+        return f"head widths are trusted at multiples of 32, not {call.head_dim}"
     return None if call.bottom_right else f"its causal mask is the bottom-right one, not q_offset={call.q_offset}"
 
 

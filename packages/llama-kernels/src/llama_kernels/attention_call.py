@@ -56,6 +56,11 @@ class AttentionCall:
         return not self.causal or self.q_offset == 0 or (self.q_offset is None and self.same_documents)
 
     @property
+    def may_have_empty_rows(self) -> bool:
+        """Some row might see no key: early queries of a causal call, or documents whose lengths are not known here."""
+        return self.packed or (self.causal and self.q_offset is not None and self.q_offset < 0)
+
+    @property
     def lse_dtype(self) -> torch.dtype:
         """float32, except that float64 inputs keep float64 (parity tests need all of it)."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -63,6 +68,16 @@ class AttentionCall:
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.seq_q) if self.packed else (self.batch, self.num_heads, self.seq_q)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x, copied if its last dimension is not dense or a dimension is expanded (stride 0).
+
+    No backend may be handed the latter: torch 2.11's CPU kernel reads past them, and ours would read them many times.
+    """
+    if x.stride(-1) == 1 and all(stride > 0 for stride, size in zip(x.stride(), x.shape) if size > 1):
+        return x
+    return x.contiguous()
 
 
 def describe(

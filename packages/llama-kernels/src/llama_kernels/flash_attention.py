@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 from functools import cache
 from typing import Any
 
@@ -40,9 +39,9 @@ def with_tails(cu_q: Tensor, cu_k: Tensor, call: AttentionCall) -> tuple[Tensor,
     return torch.cat([cu_q, end_q, end_q]), torch.cat([cu_k, cu_k[-1:], end_k])
 
 
-def without_keys(lse: Tensor) -> Tensor:
+def without_keys(lse: Tensor, call: AttentionCall) -> Tensor:
     """Rows without keys: +inf in FlashAttention-2 (softmax.h:180), -inf with us and in every merge. Its own inverse."""
-    return torch.where(lse.isinf(), -lse, lse)
+    return torch.where(lse.isinf(), -lse, lse) if call.may_have_empty_rows else lse
 
 
 def flash2_forward(
@@ -64,7 +63,7 @@ def flash2_forward(
     else:
         cu_q, cu_k = with_tails(cu_q, cu_k, call)
         out, lse, *_ = library._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, call.max_q, call.max_k, **options)
-    return out, without_keys(lse)
+    return out, without_keys(lse, call)
 
 
 def flash2_backward(
@@ -81,7 +80,7 @@ def flash2_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     library = library or importlib.import_module(FLASH2)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    given = (dout, q, k, v, out, without_keys(lse), dq, dk, dv)
+    given = (dout, q, k, v, out, without_keys(lse, call), dq, dk, dv)
     options = {
         "dropout_p": 0.0, "softmax_scale": call.scale, "causal": call.causal, "window_size_left": -1,
         "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "deterministic": False,
@@ -114,7 +113,7 @@ def flash4_forward(
     library = library or importlib.import_module(FLASH4)
     # Two results up to beta 18, four or five since; the first two have stayed.
     out, lse, *_ = library._flash_attn_fwd(q, k, v, return_lse=True, **_flash4_options(call, cu_q, cu_k))
-    return out, lse.masked_fill(lse == math.inf, -math.inf)
+    return out, lse  # -inf where there is no key (softmax.py), unlike version 2
 
 
 def flash4_backward(

@@ -64,7 +64,7 @@ def flash_torch_forward(
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, cu_q, cu_k, call.max_q, call.max_k, 0.0, call.causal, False, scale=call.scale
     )
-    return out, without_keys(lse.view(call.lse_shape))
+    return out, without_keys(lse.view(call.lse_shape), call)
 
 
 def flash_torch_backward(
@@ -83,7 +83,7 @@ def flash_torch_backward(
     # The generator's state and the unused tensor as torch.nn.attention.varlen passes them: dropout is zero.
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    lse = without_keys(lse)
+    lse = without_keys(lse, call)
     dq, dk, dv = aten._flash_attention_backward(
         dout, q, k, v, out, lse, cu_q, cu_k, call.max_q, call.max_k, 0.0, call.causal, state, unused, scale=call.scale
     )

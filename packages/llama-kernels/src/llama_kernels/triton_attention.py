@@ -26,7 +26,6 @@ from llama_kernels.triton_tiles import (
     compute_type,
     forward_tile,
     heads_in_cache,
-    unit_stride,
 )
 
 
@@ -179,7 +178,6 @@ def triton_forward(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out like q, lse float32). `tile` overrides the measured table (tuning and tests)."""
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     tile = tile or forward_tile(call)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)

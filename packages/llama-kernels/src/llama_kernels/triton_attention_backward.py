@@ -27,7 +27,6 @@ from llama_kernels.triton_tiles import (
     bounds_or_none,
     compute_type,
     heads_in_cache,
-    unit_stride,
 )
 
 
@@ -168,8 +167,8 @@ def _over_keys(dq, q, dout, shift, delta, k_ptr, v_ptr, k_row, v_row, first, las
 def _query_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, q_batch, q_row,
                   q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, documents, seq_q, seq_k, heads, heads_in_all,
                   tiles, offset, scale, scale_log2, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
-                  BOTTOM_RIGHT: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr, SECTION: tl.constexpr, D: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  BOTTOM_RIGHT: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr, SECTION: tl.constexpr,
+                  D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   COMPUTE: tl.constexpr):  # fmt: skip
     """dq of one tile of queries: the forward pass's walk over the keys."""
     bh, tile = head_and_tile(tl.program_id(0), tiles, heads_in_all, SECTION)
@@ -225,9 +224,7 @@ def triton_backward(
     cu_k: Tensor | None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), dense. `tiles` overrides the measured table (tuning and tests)."""
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+    """(dq, dk, dv). dout, out and lse must be dense. `tiles` overrides the measured table (tuning and tests)."""
     for_keys, for_queries = tiles or backward_tiles(call)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llama_kernels.attention_call import dense_rows
 from llama_kernels.compat import INTERPRETING, cdiv, device_guard, multiprocessors, next_power_of_2, tl, triton
-from llama_kernels.triton_tiles import LOG2_E, compute_type, unit_stride
+from llama_kernels.triton_tiles import LOG2_E, compute_type
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def triton_paged_attention(
     kv_heads, page = k_cache.shape[2], k_cache.shape[1]
     group = heads // kv_heads
     group_pad = next_power_of_2(group)
-    q = unit_stride(q)
+    q = dense_rows(q)
     decode = cu_seqlens_q is None
     if tile is None:
         wide = q.dtype == torch.float32 or width > 128

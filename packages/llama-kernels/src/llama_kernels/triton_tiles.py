@@ -62,16 +62,6 @@ def heads_in_cache(call: AttentionCall) -> int:
     return call.group * max(1, min(64, (16 << 20) // max(per_kv_head, 1)))
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """x with its last dimension dense and every row at a 16-byte boundary where the kernel loads 16 bytes at a time.
-
-    Expanded (stride 0) tensors are copied as well: they are read many times, and the copy is small beside that.
-    """
-    if x.stride(-1) == 1 and all(s > 0 for s, n in zip(x.stride(), x.shape) if n > 1):
-        return x
-    return x.contiguous()
-
-
 def bounds_or_none(cu_q: Tensor | None, cu_k: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
     """Pointers for the document bounds; a dense kernel never reads them but needs arguments of a fixed kind."""
     if cu_q is None or cu_k is None:
