@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import llama_kernels
 from llama_core import Llama, LlamaConfig, set_linear_product
 from llama_parallel import ParallelConfig, ParallelPlan, build_mesh, parallelize
 from llama_parallel.tensor_parallel import apply_tensor_parallel
@@ -132,7 +133,11 @@ def test_communication_of_a_step() -> None:
         }
     for forward, backward in on_ranks(2, work, "selective"):
         assert forward == {"all_gather_into_tensor": 2 * layers + 2, "reduce_scatter_tensor": 2 * layers + 1}
-        assert backward["reduce_scatter_tensor"] == 2 * layers + 1  # results of communication are kept
+        assert backward == {
+            "all_gather_into_tensor": 4 * layers + 1 + 2 * layers,  # what enters kept products is gathered once more
+            "reduce_scatter_tensor": 2 * layers + 1,  # results of communication are kept
+            "all_reduce": norms,
+        }
 
 
 @pytest.mark.parametrize(
@@ -197,5 +202,24 @@ def test_stages_of_a_pipeline_have_parts_missing() -> None:
         hidden = first.model(TOKENS, positions, first.attend)
         return last.logits(last.model(hidden, positions, last.attend)).detach()
 
+    for found in on_ranks(2, work):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_other_operations_stay() -> None:
+    """A model built with llama_kernels' operations keeps them; only the loss is replaced."""
+    ops = llama_kernels.ops(torch.device("cpu"))
+
+    def loss_of(model: Llama) -> Tensor:
+        assert model.lm_head is not None
+        return model.ops.linear_cross_entropy(model(TOKENS), model.lm_head.weight, TOKENS).detach()
+
+    def work(mesh: Any) -> Tensor:
+        model = Llama(T0, ops=ops).double()
+        apply_tensor_parallel(model, mesh)
+        assert model.ops.swiglu is ops.swiglu
+        return loss_of(model)
+
+    wanted = loss_of(Llama(T0).double())
     for found in on_ranks(2, work):
         torch.testing.assert_close(found, wanted)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mesh import batch_group
-from .parallelize import Parallel
+from .parallel import Parallel
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .clip import clip_grad_norm_
 from .config import ParallelConfig
 from .gradients import MicroBatch, accumulate_gradients
 from .mesh import build_mesh
-from .parallelize import Parallel, ParallelPlan, parallelize
+from .parallel import Parallel, ParallelPlan, parallelize
 from .shards import init_shards, local_parts
 
 Weights = dict[str, Tensor]

@@ -5,9 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llama_core import Llama, LlamaConfig
-from llama_parallel import MicroBatch, Parallel, ParallelConfig, ParallelPlan, accumulate_gradients
+from llama_core import Llama, LlamaConfig, preset
+from llama_parallel import (
+    MicroBatch,
+    Parallel,
+    ParallelConfig,
+    ParallelPlan,
+    accumulate_gradients,
+    build_mesh,
+    parallelize,
+)
 from llama_parallel.layout import describe
 from llama_parallel.parity import (
     Record,
@@ -19,6 +29,7 @@ from llama_parallel.parity import (
     train_alone,
     train_on_ranks,
 )
+from llama_parallel.shards import local_parts
 from llama_parallel.testing import RankError, run_ranks
 
 # Sums over ranks are taken in another order than in one process: float64 has 2e-16, and gradients of three steps on
@@ -160,3 +171,21 @@ def test_a_missing_all_reduce_is_seen() -> None:
     for off in run_ranks(work, 2):
         assert next(name for name, value in off.items() if value > TOLERANCE) == "model.embed_tokens.weight"
         assert max(off.values()) > 0.1
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(dp_shard=8, tp=8), ParallelConfig(dp_shard=64)], ids=describe)
+def test_a_70b_model_rests_in_even_parts_on_64_ranks(layout: ParallelConfig) -> None:
+    """As one rank sees it, in a process group that only pretends, on the meta device: nothing is allocated or sent."""
+
+    def work(rank: int) -> tuple[int, int]:
+        dist.init_process_group("fake", store=FakeStore(), rank=13, world_size=64)
+        with torch.device("meta"):
+            model = Llama(preset("llama-3-70b"))
+        parallelize(model, build_mesh(layout), ParallelPlan(compute_dtype=torch.bfloat16))
+        parts = [local.numel() for _, local, _, _ in local_parts(model)]
+        return model.num_parameters(), sum(parts)
+
+    ((whole, part),) = run_ranks(work, 1, backend=None)
+    assert whole == 70_553_706_496
+    # norms are whole on all ranks of tp: 161 of 8192 elements, in 8 shards instead of 64
+    assert part == pytest.approx(whole / 64, rel=2e-4)
