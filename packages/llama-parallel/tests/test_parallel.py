@@ -111,7 +111,7 @@ def test_eight_ranks() -> None:
         (ParallelConfig(dp_shard=2, tp=2), ParallelPlan(activation_checkpointing="full"), 2),
         (ParallelConfig(dp_shard=2), ParallelPlan(activation_checkpointing="selective"), 4),
         (ParallelConfig(dp_shard=2), ParallelPlan(reshard_after_forward=False), 2),
-        (ParallelConfig(dp_replicate=2), ParallelPlan(), 4),
+        (ParallelConfig(dp_replicate=2), ParallelPlan(), 4),  # B32 without its pipeline
         (ParallelConfig(dp_replicate=2, dp_shard=2), ParallelPlan(), 2),
         (ParallelConfig(), ParallelPlan(compute_dtype=torch.float64), 4),
     ],

@@ -17,6 +17,7 @@ T0 = LlamaConfig(
     vocab_size=131, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, attention_bias=True,
 )  # fmt: skip
+UNBIASED = T0.replace(attention_bias=False)
 DP_TP, TP4, DP3 = ParallelConfig(dp_shard=2, tp=2), ParallelConfig(tp=4), ParallelConfig(dp_shard=3)
 
 
@@ -51,6 +52,26 @@ def test_a_checkpoint_is_read_into_shards(layout: ParallelConfig, tied: bool, tm
     for found in run_ranks(work, layout.num_processes):
         assert found.keys() == dict(wanted.named_parameters()).keys()
         for name, p in wanted.named_parameters():
+            assert torch.equal(found[name], p), name
+
+
+@pytest.mark.parametrize("form", ["meta", "gguf"])
+def test_other_formats_are_read_by_parts_too(form: str, tmp_path: Path) -> None:
+    """Their query and key rows stand in another order, head by head; dp 3 cuts 32 rows within a head."""
+    path = tmp_path / ("model.gguf" if form == "gguf" else "model")
+    save_model(plain(UNBIASED), path, format=form)
+    wanted = dict(load_model(path).named_parameters())
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = Llama(UNBIASED)
+        parallelize(model, build_mesh(DP3))
+        load_shards(model, path, "cpu")
+        return _copies(model)
+
+    for found in run_ranks(work, 3):
+        assert found.keys() == wanted.keys()
+        for name, p in wanted.items():
             assert torch.equal(found[name], p), name
 
 

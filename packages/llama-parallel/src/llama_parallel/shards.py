@@ -43,19 +43,22 @@ def init_shards(model: Llama, seed: int, device: torch.device | str) -> None:
 
 
 @torch.no_grad()
-def load_shards(model: Llama, path: str | Path, device: torch.device | str) -> None:
+def load_shards(
+    model: Llama, path: str | Path, device: torch.device | str, *, rope_factor: float | None = None
+) -> None:
     """Give a parallelized model on meta memory on `device` and a checkpoint's weights, of which it reads its own part.
 
     Args:
         model: after `parallelize`.
         path: anything `llama_core.load_model` takes.
         device: this rank's.
+        rope_factor: as in `llama_core.load_model`.
 
     Raises:
         CheckpointError: missing, unexpected or misshapen tensors.
         ValueError: the checkpoint's shape is not the model's.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, rope_factor)
     try:
         check(checkpoint)
         _check_same_model(checkpoint, model)
