@@ -1,0 +1,52 @@
+"""On a GPU: the same tokens as the oracle, with llama_kernels' operations and a cache on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_core import Llama, generate_naive
+from llama_infer import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def naive(model: Llama, prompt: list[int], **settings: object) -> list[int]:
+    return generate_naive(
+        lambda tokens: model.logits(model(tokens)),
+        prompt,
+        device="cuda",
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def test_float32_equals_the_oracle_on_the_cpu(save: Callable[..., Path], model: Llama) -> None:
+    llm = LLM(save(), dtype="float32", device="cuda")
+    assert next(llm.model.parameters()).is_cuda
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], list(range(40))]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = generate_naive(lambda tokens: model.logits(model(tokens)), prompt, max_new_tokens=12)
+        assert output.token_ids == expected
+
+
+def test_a_seed_draws_the_same_as_on_the_cpu(save: Callable[..., Path]) -> None:
+    folder = save()
+    params = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=20)
+    texts = {
+        LLM(folder, dtype="float32", device=device).generate("hello", params)[0].text for device in ("cpu", "cuda")
+    }
+    assert len(texts) == 1
+
+
+def test_auto_is_bfloat16_and_equals_the_oracle(save: Callable[..., Path]) -> None:
+    llm = LLM(save())
+    weight = next(llm.model.parameters())
+    assert weight.is_cuda
+    assert weight.dtype == torch.bfloat16
+    # Two logits may be closer than bfloat16 tells apart, so only the first tokens are sure to be the same.
+    output = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0]
+    assert output.token_ids == naive(llm.model, [5, 6, 7], max_new_tokens=3)
