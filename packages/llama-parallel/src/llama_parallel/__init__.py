@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llama_parallel.gradients import MicroBatch as MicroBatch
     from llama_parallel.gradients import accumulate_gradients as accumulate_gradients
     from llama_parallel.layout import check_layout as check_layout
+    from llama_parallel.logits import full_logits as full_logits
     from llama_parallel.mesh import build_mesh as build_mesh
     from llama_parallel.parallel import Parallel as Parallel
     from llama_parallel.parallel import ParallelPlan as ParallelPlan
@@ -26,6 +27,7 @@ _LATER = {
     "MicroBatch": "gradients",
     "accumulate_gradients": "gradients",
     "check_layout": "layout",
+    "full_logits": "logits",
     "build_mesh": "mesh",
     "Parallel": "parallel",
     "ParallelPlan": "parallel",
