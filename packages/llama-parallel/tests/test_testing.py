@@ -55,6 +55,16 @@ def test_death_without_a_word_ends_all() -> None:
     assert children() <= before
 
 
+def test_abort_says_where() -> None:
+    def aborts_here(rank: int) -> None:
+        if rank == 1:
+            os.abort()
+        dist.barrier()
+
+    with pytest.raises(RankError, match=r"rank 1 of 2 died with exit code -6[\s\S]*aborts_here"):
+        run_ranks(aborts_here, 2)
+
+
 def test_hang_ends_in_time_and_says_where() -> None:
     def stuck_here(rank: int) -> None:
         if rank == 0:

@@ -96,6 +96,7 @@ def _rank(
     torch.set_num_threads(1)  # also keeps the child off the parent's OpenMP threads, which a fork does not copy
     os.environ["OMP_NUM_THREADS"] = "1"
     with open(folder / f"stack-{rank}.txt", "w") as stack:
+        faulthandler.enable(file=stack)  # gloo aborts where collectives do not match
         faulthandler.dump_traceback_later(timeout, file=stack)
         try:
             if backend is not None:
@@ -108,6 +109,7 @@ def _rank(
         sender.send_bytes(message)
         sender.close()
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # leave sockets open until here: a peer must not see them close before our message is sent
@@ -130,8 +132,8 @@ def _collect(processes: list[ForkProcess], pipes: list[Connection], deadline: fl
                 error, moment, result = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 processes[rank].join()
-                code = processes[rank].exitcode
-                failures.append((0.0, rank, f"died with exit code {code} and without a traceback"))
+                stack = (folder / f"stack-{rank}.txt").read_text()
+                failures.append((0.0, rank, f"died with exit code {processes[rank].exitcode}\n{stack}"))
                 continue
             if error is None:
                 results[rank] = result
