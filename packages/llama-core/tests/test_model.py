@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable
 
 import pytest
@@ -179,12 +178,10 @@ def test_tied_weights_are_one_parameter(make_t0: Make) -> None:
     assert_tied(nn.Sequential(Llama(tied.config).to("meta")).to_empty(device="cpu")[0])  # type: ignore[arg-type]
 
 
-def test_meta_construction_takes_no_memory_and_no_time() -> None:
+def test_meta_construction_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
     with torch.device("meta"):
         model = Llama(preset("llama-3.1-405b"))
-    assert time.perf_counter() - start < 5  # about 0.1 s on an idle machine
     assert model.num_parameters() == 405_853_388_800
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
