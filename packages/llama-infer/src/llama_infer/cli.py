@@ -11,9 +11,10 @@ from typing import Any
 import tyro
 
 from .cli_chat import Chat
+from .cli_convert import Convert
 from .cli_generate import Generate
 
-COMMANDS: dict[str, Callable[..., Any]] = {"generate": Generate, "chat": Chat}
+COMMANDS: dict[str, Callable[..., Any]] = {"generate": Generate, "chat": Chat, "convert": Convert}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     try:
-        command: Generate | Chat = tyro.extras.subcommand_cli_from_dict(
+        command: Generate | Chat | Convert = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="llama-infer",
-            description="Generate text with Llama models.",
+            description="Generate text with Llama models, and convert them.",
             args=sys.argv[1:] if argv is None else argv,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
