@@ -132,6 +132,7 @@ def test_derived_widths() -> None:
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
         ({"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": [None]}, "eos_token_id is .*None"),
         ({"eos_token_id": [1, None, "x"]}, "eos_token_id is .*'x'"),
         ({"bos_token_id": 1.0}, "bos_token_id is 1.0"),
     ],

@@ -91,8 +91,9 @@ class LlamaConfig:
         eos: object = self.eos_token_id
         if isinstance(eos, list | tuple):  # a list, as JSON gives it, would make the configuration unhashable
             object.__setattr__(self, "eos_token_id", tuple(eos))
-        for name, ids in (("eos_token_id", self.eos_token_ids), *((n, (getattr(self, n),)) for n in _IDS)):
-            if any(isinstance(i, bool) or not isinstance(i, int | None) for i in ids):
+        given = {name: (getattr(self, name),) for name in _IDS if getattr(self, name) is not None}
+        for name, ids in {"eos_token_id": self.eos_token_ids, **given}.items():  # null stands alone, not in a list
+            if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a token id (a whole number) or null")
 
     @property
