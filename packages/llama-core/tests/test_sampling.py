@@ -172,3 +172,22 @@ def test_bad_settings_are_errors_that_name_the_range(name: str, value: object, w
 def test_logits_of_the_wrong_shape_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"\(rows, vocabulary\), got \(4,\)"):
         sample(torch.zeros(4))
+
+
+# --- a broken model: no id is better than a wrong one
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0]])
+@pytest.mark.parametrize("row", [[math.nan, 1.0, 2.0], [1.0, INF, 2.0], [-INF, -INF, -INF]])
+def test_logits_without_a_finite_largest_are_an_error(row: list[float], temperature: float | list[float]) -> None:
+    # Drawn from, each of these rows once gave id 3, past the vocabulary; at temperature 0 an arbitrary one.
+    logits = torch.tensor([[1.0, 3.0, 2.0], row])
+    with pytest.raises(ValueError, match=r"largest logit of row 1 is (nan|inf|-inf); it must be a finite number"):
+        sample(logits, temperature)
+    with pytest.raises(ValueError, match="row 1"):
+        filter_logits(logits, temperature)
+
+
+def test_no_rows_draw_nothing() -> None:
+    for temperature in (0.0, 1.0):
+        assert sample(torch.zeros(0, 3), temperature).tolist() == []

@@ -43,7 +43,8 @@ def filter_logits(
         (B, V) float32, removed tokens at -inf, each row's largest value 0.
 
     Raises:
-        ValueError: a setting outside its range, or not one number nor B numbers.
+        ValueError: a setting outside its range, or not one number nor B numbers; a row of logits without a largest
+            finite one, which a broken model or an overflow makes.
     """
     return _filtered(logits, _Settings(logits, temperature, top_k, top_p, min_p))
 
@@ -69,12 +70,16 @@ def sample(
         (B,) int64 on the logits' device.
 
     Raises:
-        ValueError: a setting outside its range, or a number of settings or generators that is not B.
+        ValueError: as :func:`filter_logits`; or a number of generators that is not B.
     """
     settings = _Settings(logits, temperature, top_k, top_p, min_p)
     uniform_B1 = _uniform(generator, logits.shape[0], draw=not settings.all_greedy)
     if uniform_B1 is None:
-        return logits.argmax(dim=-1)
+        if logits.shape[0] == 0:
+            return logits.argmax(dim=-1)
+        largest_B, ids_B = logits.max(dim=-1)
+        _check_largest(largest_B)
+        return ids_B
     # float64: a float32 running sum over 128k probabilities is off by more than the rarest tokens weigh.
     cumulative_BV = _filtered(logits, settings).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
@@ -122,12 +127,25 @@ def _rows(name: str, value: PerRow, rows: int, low: float, high: float, allowed:
     return values
 
 
+def _check_largest(largest: Tensor) -> None:
+    """NaN anywhere in a row is its largest value. Drawn from, such a row would give an id past the vocabulary; taken
+    at temperature 0, a meaningless one."""
+    wrong = (~largest.isfinite()).flatten().nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"the largest logit of row {wrong[0]} is {largest.flatten()[wrong[0]].item()}; it must be a finite number: "
+            "the weights are damaged, or the model overflows in this dtype"
+        )
+
+
 def _filtered(logits: Tensor, settings: _Settings) -> Tensor:
     """(B, V) float32: scaled logits, those below the row's threshold at -inf."""
     temperature_B1 = settings.column([max(t, _SMALLEST_TEMPERATURE) if t else 1.0 for t in settings.temperature])
     scaled_BV = logits.float()
     # The largest becomes 0 before the division, so a tiny temperature gives 0 and -inf, never inf or NaN.
-    scaled_BV = (scaled_BV - scaled_BV.amax(dim=-1, keepdim=True)) / temperature_B1
+    largest_B1 = scaled_BV.amax(dim=-1, keepdim=True)
+    _check_largest(largest_B1)
+    scaled_BV = (scaled_BV - largest_B1) / temperature_B1
     threshold_B1 = settings.column([math.log(p) if p else _NEVER for p in settings.min_p])
     if min(settings.top_k) < logits.shape[1] or min(settings.top_p) < 1.0:
         threshold_B1 = torch.maximum(threshold_B1, _rank_threshold(scaled_BV, settings))
