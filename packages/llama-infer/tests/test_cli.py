@@ -65,6 +65,9 @@ def test_wrong_flags_are_explained(capfd: pytest.CaptureFixture[str], argv: list
         (["--prompt", "x", "--model", "./no/where"], "no/where does not exist; --model wants a model's folder, a"),
         (["--prompt", "x", "--system", "y"], "--system is a message of a chat; add --chat"),
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--stop", "\udcff"], "stop must hold texts that UTF-8 can hold"),
+        (["--prompt", "x", "--model", "m" * 300], f"--model '{'m' * 300}': File name too long"),
+        (["--prompt", "x", "--model", "~nobody-has-this-name/m"], "--model '~nobody-has-this-name/m': "),
     ],
 )
 def test_wrong_values_are_one_line(capfd: pytest.CaptureFixture[str], argv: list[str], line: str) -> None:
@@ -137,3 +140,23 @@ def test_a_terminal_without_the_character(save: Save) -> None:
     done = subprocess.run([*COMMAND, *argv], capture_output=True, env=environment, check=True)
     assert done.stdout.endswith(b"\n")
     assert done.stdout.isascii()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes streams as a shell does")
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        ("--prompt - <&-", 2, "llama-infer: the prompt is empty"),
+        ("--prompt x --max-tokens 2 >&-", 0, "llama-infer: stopped at the limit"),
+        ("--prompt x --max-tokens 2 2>&-", 0, ""),
+        ("--prompt x --max-tokens 2 >/dev/full", 1, "llama-infer: No space left on device"),
+    ],
+)
+def test_closed_and_full_streams(save: Save, redirection: str, code: int, message: str) -> None:
+    if "/dev/full" in redirection and not Path("/dev/full").exists():
+        pytest.skip("only Linux has /dev/full")
+    command = f"exec '{sys.executable}' -m llama_infer generate --model '{save()}' --device cpu --ignore-eos "
+    done = subprocess.run(["/bin/sh", "-c", command + redirection], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == (1 if message else 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,3 +94,18 @@ def test_two_streams_at_once_do_not_share_a_cache(bare: LLM, model: Llama) -> No
     streams = [bare.stream([1, 2, 3, 4], GREEDY), bare.stream([1, 2, 3, 5], GREEDY)]
     ids = [[chunk.token_id for chunk in pair] for pair in zip(*streams, strict=True)]
     assert [list(row) for row in zip(*ids)] == [naive(model, [1, 2, 3, last], max_new_tokens=8) for last in (4, 5)]
+
+
+def test_threads_that_share_an_llm_do_not_share_a_cache(bare: LLM, model: Llama) -> None:
+    prompts = [[1, 2, 3, last] for last in range(4, 8)]
+    expected = [naive(model, prompt, max_new_tokens=4) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # between any two bytecodes, where both could take the cache of the prompt before
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(20):
+                outputs = threads.map(lambda prompt: bare.generate([prompt], params)[0].token_ids, prompts)
+                assert list(outputs) == expected
+    finally:
+        sys.setswitchinterval(interval)

@@ -233,7 +233,7 @@ def test_no_prompts_no_outputs(bare: LLM) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 272, True, "x"])
 def test_unknown_ids_are_errors(bare: LLM, bad: object) -> None:
-    with pytest.raises(ValueError, match=f"prompt 1 holds {bad!r}; token ids are from 0 to 271"):
+    with pytest.raises(ValueError, match=f"prompt 1 holds {bad!r}; token ids are Python integers from 0 to 271"):
         bare.generate([[1], [1, bad]])  # type: ignore[list-item]
 
 
@@ -293,3 +293,32 @@ def test_a_broken_generation_config_is_a_remark(save: Callable[..., Path]) -> No
     assert llm.default_params == SamplingParams()
     (notice,) = llm.model_sampling.notices()
     assert "going on without generation_config.json" in notice
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts are of type NoneType"),
+        (5, "prompts are of type int"),
+        ([[1], None], "prompt 1 is None; a text or a list of token ids is wanted"),
+        ([0.5], "prompt 0 is 0.5"),
+    ],
+)
+def test_prompts_of_other_kinds_are_refused(bare: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bare.generate(prompts)
+
+
+def test_end_ids_outside_the_vocabulary(make_model: MakeModel, tokenizer: Tokenizer, bare: LLM) -> None:
+    with pytest.raises(ValueError, match="stop_token_ids hold 99999; token ids are from 0 to 271"):
+        bare.generate([1], SamplingParams(stop_token_ids=99999))  # type: ignore[arg-type]
+    small = LLM(make_model(vocab_size=200), tokenizer=tokenizer)  # its end token, 257, has no row in this model
+    assert len(small.generate([1], SamplingParams(min_tokens=2, max_tokens=2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_of_nan_is_an_error_and_no_text(make_model: MakeModel, temperature: float) -> None:
+    model = make_model()
+    model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="largest logit of row 0 is nan"):
+        LLM(model).generate([1, 2], SamplingParams(temperature=temperature, max_tokens=2))

@@ -28,6 +28,8 @@ def test_single_values_and_lists_become_tuples() -> None:
         ("temperature", math.nan, "got nan"),
         ("temperature", math.inf, "got inf"),
         ("temperature", "warm", "got 'warm'"),
+        ("temperature", 10**400, "a finite number of at least 0"),  # beyond every float
+        ("stop", "\udcff", "UTF-8"),
         ("top_k", -2, r"0 or -1 \(off\), or at least 1, got -2"),
         ("top_k", 1.5, "got 1.5"),
         ("top_k", True, "got True"),

@@ -24,8 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0 done, 2 wrong input, 130 interrupted, 141 the reader of our output went away.
+        The exit status: 0 done, 1 the system refused something (a full disk), 2 wrong input, 130 interrupted,
+        141 the reader of our output went away.
     """
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
@@ -48,6 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The interpreter flushes standard output once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_output()
         return 141
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"llama-infer: {where}{error.strerror or error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was standard output that failed
+            _abandon_output()
+        return 1
+
+
+def _open_closed_streams() -> None:
+    """A process may be started without one of its three streams; Python then has None in its place, and the first
+    file that is opened would take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
+
+
+def _abandon_output() -> None:
+    """The interpreter flushes standard output once more at exit; give it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

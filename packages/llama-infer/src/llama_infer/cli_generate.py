@@ -21,7 +21,7 @@ class Generate(SamplingOptions, ModelOptions):
     """Continue a prompt, and print the continuation as it comes."""
 
     prompt: str
-    """The text to continue; - reads it from standard input."""
+    """The text to continue; - reads it from standard input, less one newline at its end."""
     chat: bool = False
     """Take the prompt as the user's turn of a chat, in the model's chat format."""
     system: str | None = None
@@ -66,9 +66,11 @@ class Generate(SamplingOptions, ModelOptions):
 def _standard_input() -> str:
     data = sys.stdin.buffer.read()
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8 at byte {error.start}") from None
+    # echo and editors end a text with a newline that is no part of the sentence to continue
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def _print_json(prompt: str, output: Any) -> None:

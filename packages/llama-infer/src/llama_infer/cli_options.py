@@ -36,8 +36,12 @@ class ModelOptions:
 
     def load(self) -> LLM:
         """The model. Raises ValueError where there is none, without the seconds that torch takes to import."""
-        path = embedded_model() if self.model is None else Path(self.model).expanduser()
-        if not path.exists() and not _HUB_NAME.fullmatch(self.model or ""):
+        try:
+            path = embedded_model() if self.model is None else Path(self.model).expanduser()
+            exists = path.exists()
+        except (OSError, RuntimeError) as error:  # a name too long, a folder that is closed to us, ~nobody
+            raise ValueError(f"--model {self.model!r}: {getattr(error, 'strerror', None) or error}") from None
+        if not exists and not _HUB_NAME.fullmatch(self.model or ""):
             raise ValueError(f"{path} does not exist; --model wants a model's folder, a .gguf file or a name on a hub")
         from .llm import LLM
 

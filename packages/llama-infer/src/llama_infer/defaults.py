@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,12 @@ class ModelSampling:
     remarks: tuple[str, ...] = ()
     """What the user should know about the source."""
 
-    def notices(self, explicit: Container[str] = ()) -> list[str]:
+    def notices(self, explicit: Mapping[str, Any] | None = None) -> list[str]:
         """Sentences that tell the user which defaults apply beside the settings that are explicit."""
-        applied = [f"{name} {value}" for name, value in self.settings.items() if name not in explicit]
+        idle = set(explicit or ())
+        if explicit and explicit.get("temperature") == 0:
+            idle |= {"top_k", "top_p", "min_p"}  # nothing is drawn
+        applied = [f"{name} {value}" for name, value in self.settings.items() if name not in idle]
         told = [f"sampling defaults from {self.source}: {', '.join(applied)}"] if applied else []
         return [*told, *self.remarks]
 

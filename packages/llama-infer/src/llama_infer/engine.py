@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +21,7 @@ PREFILL_TOKENS = 8192
 
 
 class Engine:
-    """Generates with one model. Not for several threads at once.
+    """Generates with one model. Threads may share it; each of their batches runs on its own.
 
     Args:
         model: in evaluation mode, on the device it is to run on.
@@ -35,6 +36,7 @@ class Engine:
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self._warm: tuple[list[int], StaticKVCache] | None = None
+        self._taking = threading.Lock()
 
     def run(self, sequences: list[Sequence]) -> Iterator[list[tuple[Sequence, StreamChunk]]]:
         """Runs all to their ends; yields after each step what it added to which sequence."""
@@ -65,9 +67,12 @@ class Engine:
     def _take_cache(self, running: list[Sequence]) -> StaticKVCache:
         """A cache for these sequences, holding what the last single one has in common with a single new one."""
         size = max(len(s.prompt_ids) + min(s.limit, FIRST_ROOM) for s in running)
-        if len(running) > 1 or self._warm is None:
+        # Taken and cleared under a lock: two threads with one cache would write into each other's texts.
+        with self._taking:
+            warm, self._warm = (self._warm, None) if len(running) == 1 else (None, self._warm)
+        if warm is None:
             return StaticKVCache(self.model.config, len(running), size, self.dtype, self.device)
-        (held_ids, cache), self._warm = self._warm, None
+        held_ids, cache = warm
         prompt_ids = running[0].prompt_ids
         # The last token always runs: its logits are what the first new token is drawn from.
         same = next(
@@ -122,7 +127,9 @@ def next_tokens(logits_BV: Tensor, running: list[Sequence]) -> list[int]:
     """Draws the next token of each sequence by its own settings and generator."""
     for row, sequence in enumerate(running):
         if not sequence.may_end and sequence.end_ids:
-            logits_BV[row, list(sequence.end_ids)] = float("-inf")
+            # A tokenizer may have more ids than the model has rows.
+            rows = [token_id for token_id in sequence.end_ids if token_id < logits_BV.shape[1]]
+            logits_BV[row, rows] = float("-inf")
     params = [sequence.params for sequence in running]
     drawn_B = sample(
         logits_BV,

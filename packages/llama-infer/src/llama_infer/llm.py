@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
@@ -121,6 +121,10 @@ class LLM:
             ValueError: before any work, naming the prompt: one that is empty, or too long to leave room for a new
                 token, or with ids outside the vocabulary; as many params as prompts are wanted, or one.
         """
+        if not isinstance(prompts, str | Seq):
+            raise ValueError(
+                f"prompts are of type {type(prompts).__name__}; a text, a list of texts or of ids is wanted"
+            )
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
         return self._run([self._encode(prompt, index) for index, prompt in enumerate(listed)], params)
@@ -181,9 +185,13 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self._needs_tokenizer("a text prompt").encode(prompt)
         vocab_size = self.model.config.vocab_size
+        if not isinstance(prompt, Iterable):
+            raise ValueError(f"prompt {index} is {prompt!r}; a text or a list of token ids is wanted")
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt {index} holds {token_id!r}; token ids are from 0 to {vocab_size - 1}")
+                raise ValueError(
+                    f"prompt {index} holds {token_id!r}; token ids are Python integers from 0 to {vocab_size - 1}"
+                )
         return None, list(prompt)
 
     def _sequence(self, index: int, ids: list[int], params: SamplingParams, text: str | None) -> Sequence:
@@ -197,6 +205,9 @@ class LLM:
             )
         if params.stop:
             self._needs_tokenizer("a stop string")
+        vocab_size = self.model.config.vocab_size
+        if beyond := [token_id for token_id in params.stop_token_ids if token_id >= vocab_size]:
+            raise ValueError(f"stop_token_ids hold {beyond[0]}; token ids are from 0 to {vocab_size - 1}")
         return Sequence(ids, params, min(params.max_tokens or room, room), self.tokenizer, text)
 
     def _needs_tokenizer(self, what: str) -> Tokenizer:

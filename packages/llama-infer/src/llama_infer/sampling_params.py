@@ -57,6 +57,8 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold texts of at least 1 character, got {text!r}")
+            if any("\ud800" <= char <= "\udfff" for char in text):  # such as a byte that is not UTF-8 on a command line
+                raise ValueError(f"stop must hold texts that UTF-8 can hold; no output could contain {text!r}")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, "token ids of at least 0", lambda x: x >= 0)
 
@@ -68,8 +70,15 @@ def _as_tuple(value: object, single: type) -> tuple[object, ...]:
 
 
 def _number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or not fits(value):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _integer(name: str, value: object, allowed: str, fits: Callable[[int], bool]) -> None:
