@@ -41,14 +41,16 @@ def test_every_sampling_flag_arrives(capfd: pytest.CaptureFixture[str], save: Sa
     assert out == reply(folder, "hello", **settings, stop=("zzz", "e"), ignore_eos=True) + "\n"
 
 
-@pytest.mark.parametrize("data", ["hello\n", "snow ☃"])
+@pytest.mark.parametrize(
+    ("data", "prompt"), [("hello\n", "hello"), ("hello\r\n", "hello"), ("a\n\n", "a\n"), ("snow ☃", "snow ☃")]
+)
 def test_a_dash_reads_standard_input(
-    capfd: pytest.CaptureFixture[str], save: Save, monkeypatch: pytest.MonkeyPatch, data: str
+    capfd: pytest.CaptureFixture[str], save: Save, monkeypatch: pytest.MonkeyPatch, data: str, prompt: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.encode())))
     folder = save()
     out, _ = run(capfd, folder, "--prompt", "-", "--temperature", "0", "--max-tokens", "9")
-    assert out == reply(folder, data, temperature=0.0, max_tokens=9) + "\n"
+    assert out == reply(folder, prompt, temperature=0.0, max_tokens=9) + "\n"
 
 
 @pytest.mark.parametrize(("data", "words"), [(b"", "the prompt is empty"), (b"ab\xff", "not UTF-8 at byte 2")])

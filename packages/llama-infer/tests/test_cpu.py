@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from llama_core import Llama, ops, pack_projections, preset
-from llama_infer.cpu import cpu_ops, has_onednn, onednn_linear, rope, swiglu, use_onednn
+from llama_core.linear import LinearProduct
+from llama_infer import cpu
+from llama_infer.cpu import cpu_ops, has_onednn, onednn_linear, onednn_linear_by_layout, rope, swiglu, use_onednn
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -15,17 +17,26 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 only")
+@pytest.mark.parametrize("product", [onednn_linear, onednn_linear_by_layout])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_onednn_linear(shape: tuple[int, int], with_bias: bool) -> None:
+def test_onednn_linear(product: LinearProduct, shape: tuple[int, int], with_bias: bool) -> None:
     x, weight, bias = randn(*shape, 33), randn(65, 33), randn(65) if with_bias else None
+    strided = randn(*shape, 66)[..., ::2]
+    joined = randn(130, 33)[65:]  # as the parts of a packed projection lie in memory
     with torch.inference_mode():
-        # sums of 33 products of size 1: rounding of a few 1e-6 in either order
-        torch.testing.assert_close(onednn_linear(x, weight, bias), F.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
-        strided = randn(*shape, 66)[..., ::2]
-        torch.testing.assert_close(
-            onednn_linear(strided, weight, bias), F.linear(strided, weight, bias), atol=1e-5, rtol=1e-5
-        )
+        for a, b in ((x, weight), (strided, weight), (x, joined)):
+            # sums of 33 products of size 1: rounding of a few 1e-6 in either order
+            torch.testing.assert_close(product(a, b, bias), F.linear(a, b, bias), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 only")
+def test_a_torch_without_the_operator_takes_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_operator", lambda: None)
+    model = Llama(preset("tiny"))
+    use_onednn(model)
+    assert model.lm_head is not None
+    assert model.lm_head.product is onednn_linear_by_layout
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 8), (9, 3, 64), (1, 1, 2)])

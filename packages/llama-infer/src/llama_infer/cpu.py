@@ -1,9 +1,8 @@
 """What makes generation on a CPU fast: oneDNN's matrix products, and operations that make fewer passes over memory.
 
 A float32 product in torch on a CPU goes to MKL, which on CPUs that are not Intel's leaves half of their vector width
-unused. oneDNN comes inside torch and picks its code by what the CPU can do. Tensors in torch's "mkldnn" layout are
-multiplied by it: activations go into that layout and back around each product, weights stay where they are. On two
-cores of an AMD EPYC (Zen 5), a 576 → 3072 layer: 1 row 442 → 236 µs, 16 rows 701 → 379 µs, 1024 rows 20.0 → 9.3 ms.
+unused, and for a single row one of two cores. oneDNN comes inside torch and picks its code by what the CPU can do. Two
+cores of an AMD EPYC (Zen 5), a 576 → 3072 layer: 1 row 442 → 197 µs, 16 rows 701 → 357 µs, 1024 rows 20.0 → 8.0 ms.
 
 The definitions of the operations are llama_core's plain ones; these are for inference only (they write in place).
 """
@@ -28,13 +27,28 @@ def use_onednn(model: Llama) -> None:
     """Have a float32 model on a CPU multiply by oneDNN. Other models, and other CPUs, stay as they are."""
     weight = next(model.parameters())
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn():
-        set_linear_product(model, onednn_linear)
+        set_linear_product(model, onednn_linear if _operator() is not None else onednn_linear_by_layout)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by oneDNN: x (..., in), weight (out, in), bias (out,) or None → (..., out). float32, no gradients."""
+    """`F.linear` by oneDNN: x (..., in), weight (out, in), bias (out,) or None → (..., out). float32, no gradients.
+
+    Calls the operator that torch.compile itself uses on CPUs. It is no promise of torch's; a torch without it takes
+    `onednn_linear_by_layout`, which is.
+    """
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return out
+
+
+def onednn_linear_by_layout(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by a public way: tensors in torch's "mkldnn" layout are multiplied by oneDNN. Each product copies its
+    activations into that layout and back, about 20 µs more."""
     out = F.linear(x.to_mkldnn(), weight).to_dense()
     return out if bias is None else out.add_(bias)
+
+
+def _operator() -> object:
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def cpu_ops() -> Ops:
