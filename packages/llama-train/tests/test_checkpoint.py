@@ -147,3 +147,12 @@ def test_kill_while_saving_never_loses_a_complete_checkpoint(tmp_path: Path) -> 
         assert found in (told, told + 1)  # one more where the kill came between the rename and the telling
         assert passed_over == []
         assert whole
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_the_whole_one(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 9, _tensors(9), keep=1)
+    (tmp_path / "step-00000009" / "manifest.json").unlink()  # so the run went back, and saves an earlier step
+    saved = save_checkpoint(tmp_path, 5, _tensors(5), keep=1)
+    assert newest_checkpoint(tmp_path)[0] == saved
+    save_checkpoint(tmp_path, 7, _tensors(7), keep=1)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [7, 9]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llama_train import TrainConfig, load_config
-from llama_train.config import DataConfig, ModelConfig, OptimizerConfig
+from llama_train.config import DataConfig, EvaluationConfig, ModelConfig, OptimizerConfig
 from llama_train.config_file import dump_config
 
 
@@ -77,3 +77,35 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         load_config(tmp_path / "none.toml")
     with pytest.raises(ValueError, match="cannot be read"):
         load_config(tmp_path)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b'\xef\xbb\xbfname = "q"\r\nseed = 3\r\n')
+    assert (load_config(path).name, load_config(path).seed) == ("q", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            f"[optimizer]\neps = 1{'0' * 400}",
+            "optimizer.eps is a whole number of 401 digits; that is beyond every float",
+        ),
+        (f"seed = 1{'0' * 5000}", "c.toml is not valid TOML: Exceeds the limit"),
+        ('name = "a\\u0000b"', r"c.toml: name is 'a\\x00b'; it must be UTF-8 text without NUL"),
+        ('folder = "a\\u0000b"', "c.toml: folder is"),
+    ],
+)
+def test_values_that_nothing_can_hold(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+
+
+def test_text_from_a_command_line_that_is_not_utf8() -> None:
+    with pytest.raises(ValueError, match=r"evaluation.sample_prompt is '\\udcff'; it must be UTF-8"):
+        EvaluationConfig(sample_prompt="\udcff")
+    with pytest.raises(ValueError, match=r"data.vocab_size is 2147483648; it must be 258 to 1048576"):
+        DataConfig(vocab_size=2**31)  # tokenizers reserves memory for all of it, and aborts the process

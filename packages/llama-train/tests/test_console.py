@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import sys
 
+import pytest
 from rich.console import Console
 
 from llama_train.console import Reporter
@@ -38,3 +40,21 @@ def test_a_terminal_gets_a_bar_unless_switched_off() -> None:
         _run(Console(file=file, force_terminal=True, width=200), progress)
         assert ("1000/1000" in file.getvalue()) == progress
         assert "loss  1.5000" in file.getvalue()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError()])
+def test_a_console_that_is_lost_does_not_end_the_run(error: OSError) -> None:
+    class Lost(io.StringIO):
+        tries = 0
+
+        def write(self, text: str) -> int:
+            self.tries += 1
+            raise error
+
+    lost = Lost()
+    console = Console(file=lost)
+    console.on_broken_pipe = lambda: sys.exit(1)  # type: ignore[method-assign]  # rich's also closes this process's stdout
+    reporter = Reporter(console)
+    for _ in range(3):
+        reporter.note("step")
+    assert lost.tries == 1

@@ -69,7 +69,8 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: i
     except (OSError, RuntimeError, CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
-    for old in list_checkpoints(folder)[:-keep]:
+    # Later steps than this one are of checkpoints that were found damaged: they must not push the whole ones out.
+    for old in [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= step][:-keep]:
         shutil.rmtree(old.path)
     return Checkpoint(final, step)
 

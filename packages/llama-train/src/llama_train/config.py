@@ -16,6 +16,11 @@ def require(condition: bool, name: str, value: object, wanted: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 
+def _is_text(value: str) -> bool:
+    """Whether a file and a path can hold it: no NUL, and nothing that is not UTF-8, as a command line may bring."""
+    return "\0" not in value and value.encode(errors="ignore").decode() == value
+
+
 def _finite_and(value: float, condition: bool) -> bool:
     return math.isfinite(value) and condition
 
@@ -98,7 +103,8 @@ class DataConfig:
         fraction = self.held_out_fraction
         require(0 < fraction < 1, "data.held_out_fraction", fraction, "above 0 and below 1")
         # 256 bytes and two special tokens have an id each whatever the text.
-        require(258 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "258 to 2147483648")
+        # The trainer of the tokenizers package reserves memory for all of them at once, and aborts where there is none.
+        require(258 <= self.vocab_size <= 2**20, "data.vocab_size", self.vocab_size, "258 to 1048576")
         require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
             require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
@@ -191,6 +197,7 @@ class EvaluationConfig:
         require(self.every >= 0, "evaluation.every", self.every, "0 or more")
         require(self.max_tokens is None or self.max_tokens >= 1, "evaluation.max_tokens", self.max_tokens, "at least 1")
         require(self.sample_tokens >= 0, "evaluation.sample_tokens", self.sample_tokens, "0 or more")
+        require(_is_text(self.sample_prompt), "evaluation.sample_prompt", self.sample_prompt, "UTF-8 text without NUL")
         temperature = self.sample_temperature
         require(_finite_and(temperature, temperature >= 0), "evaluation.sample_temperature", temperature, "0 or more")
 
@@ -243,4 +250,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         usable = bool(self.name) and not set(self.name) & set('/\\:*?"<>|') and self.name not in (".", "..")
         require(usable, "name", self.name, 'a file name, with none of / \\ : * ? " < > |')
+        require(_is_text(self.name), "name", self.name, "UTF-8 text without NUL")
+        require(self.folder is None or _is_text(self.folder), "folder", self.folder, "UTF-8 text without NUL")
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")

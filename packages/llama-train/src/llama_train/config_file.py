@@ -24,12 +24,12 @@ def load_config(path: str | Path) -> TrainConfig:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors mark UTF-8
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of thousands of digits
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         return from_mapping(TrainConfig, data)
@@ -99,7 +99,12 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
             raise ValueError(f"{name} is {value!r}; it must be a list" + (f" of {length}" if length else ""))
         return tuple(_convert(item, args[0], f"{name}[{index}]") for index, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(
+                f"{name} is a whole number of {len(str(value))} digits; that is beyond every float"
+            ) from None
     if type(value) is not hint:  # exact: True is no number
         raise ValueError(f"{name} is {value!r}; it must be {_WORDS[hint]}")
     return value

@@ -27,7 +27,12 @@ class Reporter:
     def note(self, text: str) -> None:
         """Print a line as it is."""
         # soft_wrap: a long line stays one line in a narrow pipe; markup off: [x] in a text sample is no style
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        try:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, SystemExit):
+            # A log's disk is full, or its reader went away (rich answers that with SystemExit): no reason to lose the
+            # training. metrics.jsonl has the figures.
+            self._console.quiet = True
 
     def start(self, done: int, last_step: int) -> None:
         """Begin the steps after `done`."""
