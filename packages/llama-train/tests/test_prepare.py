@@ -73,3 +73,18 @@ def test_notes_say_what_was_found(data: DataConfig, tmp_path: Path, recorder: Ca
     prepare(data, tmp_path / "data", lines.append)
     assert "6 documents" in lines[0]
     assert "held-out tokens, vocabulary 300" in lines[1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"settings": {}}'])
+def test_a_damaged_index_is_an_error(text_folder: Path, tmp_path: Path, content: str) -> None:
+    config = DataConfig(source=str(text_folder), suffixes=(".py",), held_out_fraction=0.2, vocab_size=300)
+    prepare(config, tmp_path)
+    index = tmp_path / "prepared.json"
+    whole = index.read_text(encoding="utf-8")
+    index.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"prepared\.json"):
+        prepare(config, tmp_path)
+    index.write_text(whole, encoding="utf-8")
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer.json: remove .*prepared.json"):
+        prepare(config, tmp_path)

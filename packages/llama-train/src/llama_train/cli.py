@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except OSError as error:  # a folder that is closed to us, a full disk
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _fail(f"{where}{error.strerror or error}", 1)
+    finally:
+        _let_go_of_output()
 
 
 def _run(arguments: list[str]) -> int:
@@ -65,6 +71,16 @@ def _run(arguments: list[str]) -> int:
     except (NonFiniteLoss, SaveError) as error:
         return _fail(str(error), 1)
     return 0
+
+
+def _let_go_of_output() -> None:
+    """Standard output whose disk is full would fail once more when the interpreter flushes it at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except AttributeError:  # started without one: None
+        pass
 
 
 def _fail(message: str, status: int) -> int:

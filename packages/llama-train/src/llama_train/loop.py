@@ -70,11 +70,15 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         )
     config = resolve(config)
     device = torch.device(config.device)
+    # A shape that doesn't fit together should be told before the text is read; the tokenizer's numbers come later.
+    data = config.data
+    model_config(
+        config.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length, bos_id=None, eos_id=None
+    )
     reporter = reporter or Reporter(progress=config.logging.progress)
     with reporter, open_run_folder(config) as (folder, changes):
         reporter.note(f"run        {folder.path}")
-        data = prepare(config.data, folder.data, reporter.note)
-        run = _Run(config, folder, data, device, reporter)
+        run = _Run(config, folder, prepare(data, folder.data, reporter.note), device, reporter)
         run.resume(changes)
         if not run.steps():
             return TrainResult(folder.path, run.done, finished=False)
@@ -210,6 +214,7 @@ class _Run:
             self.reporter.note("sample     " + sample.replace("\n", "\n           "))
         if export is not None:
             prompt = shlex.quote(self.config.evaluation.sample_prompt)
+            # llama-infer's own default is 1, at which a small model raves
             self.reporter.note(f"generate   llama-infer generate --model {shlex.quote(str(export))} --prompt {prompt}")
         return TrainResult(self.folder.path, self.done, True, result, export, sample)
 

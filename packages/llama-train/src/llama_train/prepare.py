@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -48,19 +49,33 @@ def prepare(config: DataConfig, folder: Path, note: Callable[[str], None] = lamb
     settings = {key: value for key, value in asdict(config).items() if key in _SETTINGS}
     settings = json.loads(json.dumps(settings))  # tuples become lists, as they will be read back
     index = folder / "prepared.json"
-    if not (index.is_file() and json.loads(index.read_text(encoding="utf-8"))["settings"] == settings):
+    if not (index.exists() and _read_index(index)["settings"] == settings):
         folder.mkdir(parents=True, exist_ok=True)
         index.unlink(missing_ok=True)  # what it described is about to be replaced
-        facts = _make(config, folder, note)
+        made = _make(config, folder, note)
         temporary = index.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"settings": settings, **facts}, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps({"settings": settings, **made}, indent=2) + "\n", encoding="utf-8")
         temporary.replace(index)
-    facts = json.loads(index.read_text(encoding="utf-8"))
+    facts = _read_index(index)
     train, held_out = read_tokens(folder / "train.npy"), read_tokens(folder / "held_out.npy")
     found = f"{len(train):,} training and {len(held_out):,} held-out tokens, vocabulary {facts['vocab_size']:,}"
     note(f"data       {found}")
     tokenizer = folder / "tokenizer"
     return PreparedData(tokenizer, train, held_out, facts["vocab_size"], facts["bos_id"], facts["eos_id"])
+
+
+def _read_index(index: Path) -> dict[str, Any]:
+    """What was prepared. Damage is an error and no reason to make it anew: the source may have changed since, and the
+    checkpoints are of the old one."""
+    try:
+        facts = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{index} cannot be read: {error}") from None
+    if not isinstance(facts, dict) or not {"settings", "vocab_size", "bos_id", "eos_id"} <= facts.keys():
+        raise ValueError(f"{index} is damaged: remove it, and what lies beside it is made again")
+    if not (index.parent / "tokenizer" / "tokenizer.json").is_file():
+        raise ValueError(f"{index.parent / 'tokenizer'} has no tokenizer.json: remove {index} and it is made again")
+    return facts
 
 
 def _make(config: DataConfig, folder: Path, note: Callable[[str], None]) -> dict[str, object]:
