@@ -23,11 +23,8 @@ def test_every_rank_answers_in_order_and_collectives_work() -> None:
     assert run_ranks(work, 4, 10) == [(0, 6.0, 1), (10, 6.0, 1), (20, 6.0, 1), (30, 6.0, 1)]
 
 
-def test_sixteen_ranks_start_fast() -> None:
-    run_ranks(lambda rank: None, 1)  # imports
-    start = time.monotonic()
-    assert run_ranks(lambda rank: dist.get_world_size(), 16) == [16] * 16
-    assert time.monotonic() - start < 20  # a second on an idle machine; tests also run on loaded ones
+def test_a_rank_that_is_done_waits_for_those_that_are_still_connecting() -> None:
+    assert run_ranks(lambda rank: dist.get_world_size(), 16) == [16] * 16  # about a second on an idle machine
 
 
 def test_first_traceback_comes_back_and_nobody_is_left() -> None:

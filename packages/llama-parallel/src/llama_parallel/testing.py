@@ -63,7 +63,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                work = (function, rank, world_size, args, timeout, backend, Path(folder), sender)
+                work = (function, rank, world_size, args, timeout, backend, Path(folder), sender, os.getpid())
                 process = context.Process(target=_rank, args=work, daemon=True)
                 with warnings.catch_warnings():
                     # Python 3.12 warns of forks beside threads. The ranks use none of the parent's threads or locks.
@@ -92,6 +92,7 @@ def _rank(
     backend: str | None,
     folder: Path,
     sender: Connection,
+    parent: int,
 ) -> None:
     torch.set_num_threads(1)  # also keeps the child off the parent's OpenMP threads, which a fork does not copy
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -112,7 +113,11 @@ def _rank(
         faulthandler.disable()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # leave sockets open until here: a peer must not see them close before our message is sent
+    # The sockets stay open until every rank has answered and the parent ends us all: a peer that is still connecting
+    # or receiving must not see them close.
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    os._exit(0)
 
 
 def _collect(processes: list[ForkProcess], pipes: list[Connection], deadline: float, folder: Path) -> list[Any]:
