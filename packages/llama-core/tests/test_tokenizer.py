@@ -308,6 +308,13 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no tokenizer found; looked for tokenizer\.json"):
         load_tokenizer(tmp_path)
+    (tmp_path / "notes.md").write_text("# no model")
+    with pytest.raises(ValueError, match=r"notes\.md is no tokenizer and no GGUF file"):
+        load_tokenizer(tmp_path / "notes.md")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"did you mean .*hf\?"):
+        load_tokenizer(tmp_path)
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"it holds 2 \.gguf files, name one of them"):

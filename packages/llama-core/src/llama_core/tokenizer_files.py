@@ -27,6 +27,10 @@ def find_tokenizer(path: Path) -> Tokenizer:
             return _from_gguf(path)
         if path.suffix == ".model":
             return _from_model_file(path)
+        if path.suffix != ".json" and not magic.lstrip().startswith(b"{"):
+            raise CheckpointError(
+                f"{path} is no tokenizer and no GGUF file; give a folder or a file with {_LOOKED_FOR}"
+            )
         return _with_companions(read_backend(path), path)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; a tokenizer is a folder or file with {_LOOKED_FOR}")
@@ -40,6 +44,8 @@ def find_tokenizer(path: Path) -> Tokenizer:
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0])
     also = f"; it holds {len(ggufs)} .gguf files, name one of them" if ggufs else ""
+    if inside := sorted(path.glob("*/tokenizer.json")):  # the folder of a training run, say, instead of its model
+        also += f"; did you mean {inside[0].parent}?"
     raise CheckpointError(f"{path}: no tokenizer found; looked for {_LOOKED_FOR}{also}")
 
 
