@@ -179,3 +179,18 @@ def test_from_file(tmp_path: Path) -> None:
     file.write_text('{"vocab_size": 0}')
     with pytest.raises(ValueError, match=r"config\.json: vocab_size is 0"):
         LlamaConfig.from_file(file)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"vocab_size": 10**400},
+        {"initializer_range": 10**400},
+        {"rope_theta": 10**400},
+        {"rope_scaling": {"type": "linear", "factor": 10**400}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400}},
+    ],
+)
+def test_numbers_beyond_every_float_are_errors(keys: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="it must be a"):
+        LlamaConfig.from_hf(keys)

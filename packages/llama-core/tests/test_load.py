@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from llama_core import CheckpointError, Llama, LlamaConfig, load_model
+from llama_core import CheckpointError, Llama, LlamaConfig, load_model, load_tokenizer
 from llama_core.parameter_shapes import parameter_shapes
 from llama_core.save import save_model
 
@@ -430,3 +430,21 @@ def test_peak_memory(tmp_path: Path, make_t0: Make, stored: str, wanted: str) ->
     arguments = [sys.executable, "-c", PEAK, str(tmp_path / "tiny"), str(tmp_path / "big"), wanted]
     run = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert 0.9 < float(run.stdout) <= 1.15
+
+
+@pytest.mark.parametrize("read", [load_model, load_tokenizer])
+@pytest.mark.parametrize("kind", ["model.gguf", "folder"])
+def test_what_the_system_refuses_is_a_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object], kind: str
+) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        read(tmp_path / ("m" * 300))
+    path = tmp_path / kind
+    path.write_bytes(b"GGUF") if kind == "model.gguf" else path.mkdir()
+
+    def refuse(self: Path, *_: object, **__: object) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuse)  # tests may run as root, whom nothing is refused
+    with pytest.raises(CheckpointError, match=f"{kind}.* cannot be read: Permission denied"):
+        read(path)

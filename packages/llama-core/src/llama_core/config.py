@@ -56,12 +56,12 @@ class LlamaConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         for name in _NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{name} is {value!r}; it must be a number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308:
+                raise ValueError(f"{name} is {value!r}; it must be a number")  # JSON's may be beyond every float
         for name in _POSITIVE:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1 and below 2^63")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(

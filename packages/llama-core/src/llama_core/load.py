@@ -65,7 +65,13 @@ def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Check
     Raises:
         CheckpointError: nothing there, nothing known, or a damaged header.
     """
-    path = local_path(path)
+    try:
+        return _open(local_path(path), rope_factor)
+    except OSError as error:  # closed to us, a name too long, a failing disk
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+
+
+def _open(path: Path, rope_factor: float | None) -> Checkpoint:
     if path.is_dir() and (path / PARAMS).is_file() and not (path / "config.json").is_file():
         return open_meta(path, rope_factor)
     if rope_factor is not None:

@@ -6,7 +6,6 @@ Hugging Face has written this in three ways: `rope_theta` beside `rope_scaling: 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,9 +67,11 @@ class RopeConfig:
                 if not isinstance(value, bool):
                     raise ValueError(f"rope key 'truncate' is {value!r}; it must be true or false")
             elif name == "original_max_position_embeddings":
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise ValueError(f"rope key {name!r} is {value!r}; it must be a whole number of at least 1")
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+                    raise ValueError(
+                        f"rope key {name!r} is {value!r}; it must be a whole number of at least 1 and below 2^63"
+                    )
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e308:
                 raise ValueError(f"rope key {name!r} is {value!r}; it must be a finite number")
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta is {self.rope_theta}; it must be above 1")

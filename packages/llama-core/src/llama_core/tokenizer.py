@@ -18,6 +18,7 @@ from .chat import ChatTemplates, Message, chat_variables
 from .chat_tokens import ChatEncoder
 from .decoder_stages import build_stages, token_bytes
 from .detokenizer import IncrementalDetokenizer
+from .errors import CheckpointError
 from .special_text import MarkedText, SpecialText
 from .text import check_text, unused_chars
 
@@ -280,4 +281,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     from .hub import local_path
     from .tokenizer_files import find_tokenizer
 
-    return find_tokenizer(local_path(Path(path)))
+    try:
+        return find_tokenizer(local_path(Path(path)))
+    except OSError as error:  # closed to us, a name too long, a failing disk
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}") from None
