@@ -7,7 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,11 @@ def test_mistakes_are_a_clean_message_and_status_2(
 def test_wrong_commands(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_version_is_the_installed_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"llama-train {version('llama-train')}\n"
 
 
 def test_flags_override_the_file(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,13 +63,14 @@ def test_a_run_from_text_to_exported_model(tiny: TrainConfig, change: Change, re
     for part in (
         "run ",
         "text ",
+        "tokenizer  learning a vocabulary of ",
         "data ",
         "model ",
         "batch ",
         "step 60/60",
         "saved ",
         "held out ",
-        "llama-infer gener",
+        f"hf --prompt 'def ' --temperature {tiny.evaluation.sample_temperature:g}",
     ):
         assert part in reporter.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import os
 import sys
@@ -15,6 +16,7 @@ commands:
   run CONFIG.toml   train as the file says; flags override its keys (llama-train run --help lists them)
 
 The same under torchrun: torchrun --nproc-per-node 1 -m llama_train run CONFIG.toml
+--version prints the version.
 """
 
 
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"llama-train {importlib.metadata.version('llama-train')}")
+        return 0
     command, *rest = arguments
     if command != "run":
         return _fail(f"unknown command {command!r}; the one there is: run", 2)

@@ -215,7 +215,10 @@ class _Run:
         if export is not None:
             prompt = shlex.quote(self.config.evaluation.sample_prompt)
             # llama-infer's own default is 1, at which a small model raves
-            self.reporter.note(f"generate   llama-infer generate --model {shlex.quote(str(export))} --prompt {prompt}")
+            self.reporter.note(
+                f"generate   llama-infer generate --model {shlex.quote(str(export))} --prompt {prompt} "
+                f"--temperature {self.config.evaluation.sample_temperature:g}"
+            )
         return TrainResult(self.folder.path, self.done, True, result, export, sample)
 
     def _evaluate(self) -> Evaluation:

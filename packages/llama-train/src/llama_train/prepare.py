@@ -84,6 +84,7 @@ def _make(config: DataConfig, folder: Path, note: Callable[[str], None]) -> dict
     characters = sum(len(document.text) for document in documents)
     note(f"text       {len(documents):,} documents, {characters:,} characters, {len(held_out):,} documents held out")
     if config.tokenizer is None:
+        note(f"tokenizer  learning a vocabulary of {config.vocab_size:,}")  # the next line may take half a minute
         tokenizer = train_tokenizer((document.text for document in train), config.vocab_size)
         # No length limit: the model's is in config.json, and a reader that knows a second one would cut texts by it.
         save_tokenizer(tokenizer, folder / "tokenizer", max_length=10**30)
