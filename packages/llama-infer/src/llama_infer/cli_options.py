@@ -57,7 +57,7 @@ class ModelOptions:
 @dataclass(frozen=True)
 class SamplingOptions:
     max_tokens: int | None = None
-    """The most tokens to produce."""
+    """The most tokens to produce. Default: the model's, or 512 (in a chat: to the end of the context)."""
     temperature: float | None = None
     """0 takes the most probable token each time; below 1 sharpens, above 1 flattens. Default: the model's, or 1."""
     top_k: int | None = None
