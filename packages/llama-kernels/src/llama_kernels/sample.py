@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from llama_kernels import reference
-from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, shared_memory, tl, triton
-from llama_kernels.threshold import key_of, largest_with, load_tokens, threshold
+from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.threshold import key_of, largest_with, load_tokens, tally, threshold
 
 BLOCK = 8192  # tokens per step of a walk, and tokens that may be left in a bracket
 Setting = float | Tensor
@@ -29,16 +29,25 @@ Setting = float | Tensor
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, ids_ptr, kept_ptr, blocks_ptr, seeds_ptr, offsets_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    row_stride, vocabulary, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    logits_ptr, ids_ptr, kept_ptr, place_ptr, blocks_ptr, seeds_ptr, offsets_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row_stride, vocabulary,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     kept_ptr += row * BLOCK
+    place_ptr += row * BLOCK
     blocks_ptr += row * BLOCKS
     lane = tl.arange(0, BLOCK)
     temperature = tl.load(temperature_ptr + row)
     inverse_t = 1.0 / tl.maximum(temperature, 1e-30)
+
+    # A sample of the row: stretches of eight neighbours from all over the vocabulary, whose order is not random.
+    column = lane // 8 * tl.maximum(vocabulary * 8 // BLOCK, 8) + lane % 8
+    sampled = load_tokens(row_ptr, column, vocabulary)
+    sampled = tl.where(sampled == sampled, sampled, float("-inf"))
+    base = tl.max(sampled, axis=0)
+    base = tl.where(base == float("-inf"), 0.0, base)
 
     # First walk: the largest logit and its first place, each lane's largest, and the weight of everything.
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -46,57 +55,73 @@ def _sample_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
         x = load_tokens(row_ptr, start + lane, vocabulary)
-        better = x > best
-        new_best = tl.where(better, x, best)
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        total = total * tl.exp((best - base) * inverse_t) + tl.exp((x - base) * inverse_t)
-        place = tl.where(better, start + lane, place)
-        best = new_best
+        place = tl.where(x > best, start + lane, place)
+        best = tl.where(x > best, x, best)  # never NaN
+        total += tl.exp(tl.minimum((x - base) * inverse_t, 80.0))
     top = tl.max(best, axis=0)
     greedy = tl.min(tl.where(best == top, place, vocabulary - 1), axis=0)
     if (temperature <= 0.0) | (top == float("-inf")) | (top != top):
         tl.store(ids_ptr + row, greedy.to(tl.int64))
     else:
-        mass = tl.sum(total * tl.exp((best - top) * inverse_t), axis=0)
-        # Stretches of eight neighbours from all over the vocabulary, whose order is not random.
-        column = lane // 8 * tl.maximum(vocabulary * 8 // BLOCK, 8) + lane % 8
-        sampled = load_tokens(row_ptr, column, vocabulary)
         t = key_of(tl.full((), float("-inf"), tl.float32)).to(tl.int64) + 1  # −∞ is never drawn
-        complete = -1
+        above = key_of(top).to(tl.int64) + 1
+        rise = (top - base) * inverse_t
+        mass = tl.sum(total, axis=0) * tl.exp(-rise)
+        if rise > 60.0:  # the sample missed the peak, and weights were cut off
+            _, _, mass, _ = tally(row_ptr, vocabulary, t, t, top, inverse_t, BLOCK, STAGES)
+        kept, high = -1, above
         k = tl.load(top_k_ptr + row)
         if (k > 0) & (k < vocabulary):
-            t, mass, complete = threshold(
-                row_ptr, kept_ptr, vocabulary, t, top, inverse_t, k.to(tl.float32), best, sampled,
-                k.to(tl.float32) / vocabulary, False, BLOCK, STAGES,
+            t, mass, kept, high = threshold(
+                row_ptr, kept_ptr, place_ptr, blocks_ptr, vocabulary, t, top, inverse_t, k.to(tl.float32), best,
+                sampled, k.to(tl.float32) / vocabulary, False, BLOCK, STAGES,
             )  # fmt: skip
         p = tl.load(top_p_ptr + row)
         if p < 1.0:
-            if complete >= 0:  # everything that top-k left has been gathered
-                x = tl.load(kept_ptr + lane, mask=lane < complete, other=float("-inf"))
+            if (kept >= 0) & (high == above):  # everything that top-k left has been gathered
+                x = tl.load(kept_ptr + lane, mask=lane < kept, other=float("-inf"))
                 weight = tl.where(key_of(x) >= t.to(tl.int32), tl.exp((x - top) * inverse_t), 0.0)
-                t = largest_with(key_of(x), weight, t, key_of(top).to(tl.int64) + 1, p * mass)
+                t = largest_with(key_of(x), weight, t, above, p * mass)
             else:
-                t, mass, complete = threshold(
-                    row_ptr, kept_ptr, vocabulary, t, top, inverse_t, p * mass, best, sampled, p, True, BLOCK, STAGES
-                )
+                t, mass, kept, high = threshold(
+                    row_ptr, kept_ptr, place_ptr, blocks_ptr, vocabulary, t, top, inverse_t, p * mass, best, sampled, p,
+                    True, BLOCK, STAGES,
+                )  # fmt: skip
         min_p = tl.load(min_p_ptr + row)
         if min_p > 0.0:
             t = tl.maximum(t, key_of(top + tl.log(min_p) * temperature).to(tl.int64))
-        limit = tl.minimum(t, key_of(top).to(tl.int64)).to(tl.int32)  # the largest logit always stays
+        t = tl.minimum(t, above - 1)  # the largest logit always stays
+        limit = t.to(tl.int32)
 
-        # Last walk: the weight that each block kept; then the block, then the token.
-        for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
-            x = load_tokens(row_ptr, start + lane, vocabulary)
-            weight = tl.where(key_of(x) >= limit, tl.exp((x - top) * inverse_t), 0.0)
-            tl.store(blocks_ptr + start // BLOCK, tl.sum(weight, axis=0))
-        tl.debug_barrier()
-        seed, offset = tl.load(seeds_ptr + row), tl.load(offsets_ptr + row).to(tl.int32) * 2
+        # What stays is, if tokens were gathered, some of those and all from high up, whose weight per block is known.
+        gathered = (kept >= 0) & (t <= high)
+        x = tl.load(kept_ptr + lane, mask=lane < tl.where(gathered, kept, 0), other=float("-inf"))
+        kept_weight = tl.where(key_of(x) >= limit, tl.exp((x - top) * inverse_t), 0.0)
+        kept_mass = tl.sum(kept_weight, axis=0)
+        if not gathered:  # else a last walk weighs the blocks
+            high = t
+            for start in tl.range(0, vocabulary, BLOCK, num_stages=STAGES):
+                x = load_tokens(row_ptr, start + lane, vocabulary)
+                weight = tl.where(key_of(x) >= limit, tl.exp((x - top) * inverse_t), 0.0)
+                tl.store(blocks_ptr + start // BLOCK, tl.sum(weight, axis=0))
+            tl.debug_barrier()
         index = tl.arange(0, BLOCKS)
-        weight = tl.load(blocks_ptr + index, mask=index * BLOCK < vocabulary, other=0.0)
-        block = _invert(index, weight, tl.rand(seed, offset))
-        x = load_tokens(row_ptr, block * BLOCK + lane, vocabulary)
-        weight = tl.where(key_of(x) >= limit, tl.exp((x - top) * inverse_t), 0.0)
-        token = block * BLOCK + _invert(lane, weight, tl.rand(seed, offset + 1))
+        block_weight = tl.load(
+            blocks_ptr + index, mask=index * BLOCK < tl.where(high < above, vocabulary, 0), other=0.0
+        )
+        block_mass = tl.sum(block_weight, axis=0)
+
+        # The draw: a block or the gathered tokens, then the token.
+        seed, offset = tl.load(seeds_ptr + row), tl.load(offsets_ptr + row).to(tl.int32) * 2
+        point = tl.rand(seed, offset) * (block_mass + kept_mass)
+        uniform = tl.rand(seed, offset + 1)
+        if (kept_mass > 0.0) & (point >= block_mass):
+            token = tl.load(place_ptr + _invert(lane, kept_weight, uniform))
+        else:
+            block = _invert(index, block_weight, point / block_mass)
+            x = load_tokens(row_ptr, block * BLOCK + lane, vocabulary)
+            weight = tl.where(key_of(x) >= high.to(tl.int32), tl.exp((x - top) * inverse_t), 0.0)
+            token = block * BLOCK + _invert(lane, weight, uniform)
         tl.store(ids_ptr + row, token.to(tl.int64))
 
 
@@ -120,15 +145,15 @@ def _sample(
     if not rows:
         return ids
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    most = BLOCK if shared_memory(logits) >= 160_000 else BLOCK // 2  # three steps of a walk are under way
-    block = min(most, next_power_of_2(max(vocabulary, 16)))
+    block = min(BLOCK, next_power_of_2(max(vocabulary, 16)))
     blocks = next_power_of_2(cdiv(vocabulary, block))
     kept = torch.empty(rows, block, dtype=torch.float32, device=logits.device)
+    places = torch.empty(rows, block, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     with device_guard(logits):
         _sample_kernel[(rows,)](
-            logits, ids, kept, sums, seeds, offsets, temperature, top_k, top_p, min_p, logits.stride(0), vocabulary,
-            BLOCK=block, BLOCKS=blocks, STAGES=3, num_warps=min(max(block // 512, 1), 16),
+            logits, ids, kept, places, sums, seeds, offsets, temperature, top_k, top_p, min_p,
+            logits.stride(0), vocabulary, BLOCK=block, BLOCKS=blocks, STAGES=1, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return ids
 

@@ -56,7 +56,7 @@ def _roughly_with(values, weights, low, high, target):
 
 
 @triton.jit
-def _tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Number and weight of the tokens with key ≥ first, and ≥ second."""
     lane = tl.arange(0, BLOCK)
     first, second = first.to(tl.int32), second.to(tl.int32)
@@ -77,13 +77,14 @@ def _tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK: tl.constex
 
 @triton.jit
 def threshold(
-    row_ptr, kept_ptr, vocabulary, low, top, inverse_t, target, lane_best, sampled, fraction,
+    row_ptr, kept_ptr, place_ptr, blocks_ptr, vocabulary, low, top, inverse_t, target, lane_best, sampled, fraction,
     BY_MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest key t ≥ low with F(t) ≥ target, where F counts or weighs (exp((x − top) / T)) the tokens from t up.
 
-    `fraction` is the target's share of F(low). Returns t, the weight from t up, and how many tokens `kept_ptr` holds if
-    these include all from t up, else −1.
+    `fraction` is the target's share of F(low). Returns t; the weight from t up; how many tokens `kept_ptr` holds, −1 if
+    there were more; and the key `high`. Kept are all tokens with t ≤ key < high and perhaps a few below t, their places
+    in `place_ptr`. `blocks_ptr` has the weight at and above high in each block, where anything is.
     """
     lane = tl.arange(0, BLOCK)
     square = tl.arange(0, BLOCK // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -93,9 +94,9 @@ def threshold(
     in_lanes, in_sample = key_of(lane_best) >= low.to(tl.int32), key_of(sampled) >= low.to(tl.int32)
     if BY_MASS:
         lane_weight = tl.where(in_lanes, tl.exp((lane_best - top) * inverse_t), 0.0)
-        weight = tl.where(in_sample, tl.exp((sampled - top) * inverse_t), 0.0)
+        sample_weight = tl.where(in_sample, tl.exp((sampled - top) * inverse_t), 0.0)
     else:
-        lane_weight, weight = in_lanes.to(tl.float32), in_sample.to(tl.float32)
+        lane_weight, sample_weight = in_lanes.to(tl.float32), in_sample.to(tl.float32)
     floor = tl.min(tl.where(in_sample, sampled, top), axis=0)
     first, second = low, high
     if tl.sum(lane_weight, axis=0) >= target:
@@ -104,11 +105,13 @@ def threshold(
         low = tl.maximum(low, key_of(guess).to(tl.int64))  # certain: the lanes alone reach the target there
         count_low = BLOCK  # hoped: gathering will tell
     else:
-        total = tl.sum(weight, axis=0)
-        spread = tl.sqrt(fraction * (1.0 - fraction) * tl.sum(weight * weight, axis=0))  # deviation of a share
-        guess = _roughly_with(sampled, weight, floor, top, fraction * total + 2.0 * spread)
+        total = tl.sum(sample_weight, axis=0)
+        spread = tl.sqrt(
+            fraction * (1.0 - fraction) * tl.sum(sample_weight * sample_weight, axis=0)
+        )  # deviation of a share
+        guess = _roughly_with(sampled, sample_weight, floor, top, fraction * total + 2.0 * spread)
         first = key_of(guess).to(tl.int64)
-        guess = _roughly_with(sampled, weight, floor, top, fraction * total - 2.0 * spread)
+        guess = _roughly_with(sampled, sample_weight, floor, top, fraction * total - 2.0 * spread)
         second = key_of(guess).to(tl.int64)
 
     kept, tries = 0, 0
@@ -117,7 +120,7 @@ def threshold(
         while (count_low - count_high > BLOCK) & (high - low > 1):
             first = tl.minimum(tl.maximum(first, low), high - 1)
             second = tl.minimum(tl.maximum(second, first), high)
-            count_1, count_2, mass_1, mass_2 = _tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK, STAGES)
+            count_1, count_2, mass_1, mass_2 = tally(row_ptr, vocabulary, first, second, top, inverse_t, BLOCK, STAGES)
             if BY_MASS:
                 reached_1, reached_2 = mass_1 >= target, mass_2 >= target
             else:
@@ -144,7 +147,12 @@ def threshold(
             # A running count over 16 neighbours and one over their sums take a tenth of one over all.
             here = tl.sum(inside, axis=1)
             at = kept + (tl.cumsum(here, axis=0) - here)[:, None] + tl.cumsum(inside, axis=1) - 1
-            tl.store(kept_ptr + at, x, mask=(inside > 0) & (at < BLOCK))
+            fits = (inside > 0) & (at < BLOCK)
+            tl.store(kept_ptr + at, x, mask=fits)
+            tl.store(place_ptr + at, start + square, mask=fits)
+            if high < above:
+                weight = tl.where(key >= high.to(tl.int32), tl.exp((x - top) * inverse_t), 0.0)
+                tl.store(blocks_ptr + start // BLOCK, tl.sum(tl.sum(weight, axis=1), axis=0))
             kept += tl.sum(here, axis=0)
         count_low = kept + count_high
         searching = (kept > BLOCK) & (high - low > 1)
@@ -156,8 +164,8 @@ def threshold(
     else:
         t = largest_with(key_of(x), (lane < kept).to(tl.float32), low, high, target - count_high)
     mass = mass_high + tl.sum(tl.where(key_of(x) >= t.to(tl.int32), weight, 0.0), axis=0)
-    complete = tl.where((high == above) & (kept <= BLOCK), kept, -1)
     if kept > BLOCK:  # more equal logits than fit: t is their key, and their weight has to be counted
-        _, _, mass, _ = _tally(row_ptr, vocabulary, t, t, top, inverse_t, BLOCK, STAGES)
+        _, _, mass, _ = tally(row_ptr, vocabulary, t, t, top, inverse_t, BLOCK, STAGES)
+        kept = -1
     tl.debug_barrier()
-    return t, mass, complete
+    return t, mass, kept, high
