@@ -47,6 +47,13 @@ def test_the_cut_of_a_step_into_micro_batches_does_not_change_its_rows() -> None
     assert not torch.equal(whole.tokens, rows.micro_batches(2, 4, 1)[0].tokens)
 
 
+def test_the_processes_of_a_step_have_its_rows_between_them() -> None:
+    rows = TrainingRows(TOKENS, 10, seed=0, bos_id=None)
+    (whole,) = rows.micro_batches(3, size=8, count=1)
+    parts = [batch for part in range(4) for batch in rows.micro_batches(3, size=1, count=2, part=part, parts=4)]
+    assert torch.equal(whole.tokens, torch.cat([part.tokens for part in parts]))
+
+
 def test_the_start_of_a_document_is_no_target() -> None:
     tokens = TOKENS.copy()
     tokens[::7] = 0

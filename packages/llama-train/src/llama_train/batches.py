@@ -67,9 +67,13 @@ class TrainingRows:
                                  for epoch in np.unique(numbers // self.rows_per_epoch)])  # fmt: skip
         return _cut(self.tokens, starts, self.sequence_length, self.bos_id)
 
-    def micro_batches(self, step: int, size: int, count: int) -> list[Batch]:
-        """The `count` batches of `size` rows that make step number `step`, counted from 1."""
-        first = (step - 1) * size * count
+    def micro_batches(self, step: int, size: int, count: int, part: int = 0, parts: int = 1) -> list[Batch]:
+        """Of step number `step`, counted from 1, the `count` batches of `size` rows that are one process's part.
+
+        A step is `parts` times as many rows, which ones depends on their total alone; part number `part` (a
+        data-parallel rank) gets neighbouring ones.
+        """
+        first = ((step - 1) * parts + part) * size * count
         return [self.rows(first + index * size, size) for index in range(count)]
 
     def _starts(self, numbers: np.ndarray, epoch: int) -> np.ndarray:
