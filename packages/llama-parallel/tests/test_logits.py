@@ -7,7 +7,7 @@ from torch import Tensor
 from llama_core import Llama, LlamaConfig, generate_naive, init_weights
 from llama_parallel import ParallelConfig, ParallelPlan, build_mesh, full_logits, init_shards, parallelize
 from llama_parallel.layout import describe
-from llama_parallel.testing import RankError, run_ranks
+from llama_parallel.testing import run_ranks
 
 T0 = LlamaConfig(
     vocab_size=131, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -39,6 +39,8 @@ def on_rank(rank: int, layout: ParallelConfig, plan: ParallelPlan) -> tuple[Tens
         (ParallelConfig(tp=4), ParallelPlan()),
         (ParallelConfig(tp=2), ParallelPlan(sequence_parallel=False)),
         (ParallelConfig(dp_shard=2, tp=2), ParallelPlan(activation_checkpointing="full")),
+        (ParallelConfig(cp=2), ParallelPlan(context="ulysses")),
+        (ParallelConfig(cp=2, tp=2), ParallelPlan()),
     ],
     ids=lambda value: describe(value) if isinstance(value, ParallelConfig) else None,
 )
@@ -50,8 +52,3 @@ def test_logits_and_samples_are_those_of_one_process(layout: ParallelConfig, pla
     for logits, ids in run_ranks(on_rank, layout.num_processes, layout, plan):
         torch.testing.assert_close(logits, wanted, rtol=1e-10, atol=1e-10)
         assert ids == samples
-
-
-def test_shared_sequences_are_refused() -> None:
-    with pytest.raises(RankError, match="cp = 2: whole sequences on every rank need cp = 1"):
-        run_ranks(on_rank, 2, ParallelConfig(cp=2), ParallelPlan(attend=lambda layer, q, k, v: q))

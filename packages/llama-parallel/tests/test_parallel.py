@@ -30,7 +30,7 @@ from llama_parallel.parity import (
     train_on_ranks,
 )
 from llama_parallel.shards import local_parts
-from llama_parallel.testing import RankError, run_ranks
+from llama_parallel.testing import run_ranks
 
 # Sums over ranks are taken in another order than in one process: float64 has 2e-16, and gradients of three steps on
 # this model differ by up to about 1e-14 of their largest element.
@@ -148,11 +148,6 @@ def test_gradients_need_a_micro_batch_and_a_head() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="pipeline stage without output head"):
         accumulate_gradients(parallel, [MicroBatch(tokens, tokens)])
-
-
-def test_context_parallelism_needs_an_attention_that_knows_of_it() -> None:
-    with pytest.raises(RankError, match=r"cp = 2 needs plan\.attend"):
-        run_ranks(train_on_ranks, 2, task(), ParallelConfig(cp=2))
 
 
 def test_a_missing_all_reduce_is_seen() -> None:

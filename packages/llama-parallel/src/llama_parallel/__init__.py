@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from llama_parallel.parallel import Parallel as Parallel
     from llama_parallel.parallel import ParallelPlan as ParallelPlan
     from llama_parallel.parallel import parallelize as parallelize
+    from llama_parallel.sequence_shards import shard_sequence as shard_sequence
+    from llama_parallel.sequence_shards import unshard_sequence as unshard_sequence
     from llama_parallel.shards import init_shards as init_shards
     from llama_parallel.shards import load_shards as load_shards
 
@@ -32,6 +34,8 @@ _LATER = {
     "Parallel": "parallel",
     "ParallelPlan": "parallel",
     "parallelize": "parallel",
+    "shard_sequence": "sequence_shards",
+    "unshard_sequence": "sequence_shards",
     "init_shards": "shards",
     "load_shards": "shards",
 }

@@ -9,6 +9,7 @@
 | `split`               | own part        | all-gather      | a tensor that all hold, into shards               |
 | `gather`              | all-gather      | own part        | shards, into a tensor that all hold               |
 | `all_to_all`          | all-to-all      | all-to-all      | from shards of one dimension to those of another  |
+| `start_shift`         | send, receive   | by its user     | keys and values round the ring                    |
 
 They are torch's functional collectives (torch.ops._c10d_functional): the same on gloo and NCCL, traced by torch.compile
 as they are, and started without waiting, so that a caller may compute until `finish`.
@@ -58,6 +59,16 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def start_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks, once `finish`ed."""
     return _ops.all_reduce(x.contiguous(), "sum", axis.group)  # type: ignore[no-any-return]
+
+
+def start_shift(x: Tensor, axis: Axis) -> Tensor:
+    """x of the rank before this one, from the last one round to the first, once `finish`ed.
+
+    An all-to-all in which each rank has something for one other only: no rank waits for its turn to send or receive.
+    """
+    source, target = [0] * axis.size, [0] * axis.size
+    source[axis.rank - 1], target[(axis.rank + 1) % axis.size] = len(x), len(x)
+    return _ops.all_to_all_single(x.contiguous(), source, target, axis.group)  # type: ignore[no-any-return]
 
 
 def finish(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from .parallel import Parallel
 class MicroBatch:
     """One forward and backward pass of one rank.
 
-    With cp, a rank's own pieces of the sequences; with tp, the same on all ranks of tp.
+    With cp, a rank's own pieces of the sequences (`shard_sequence`, for all four); with tp, the same on all its ranks.
     """
 
     tokens: Tensor
@@ -25,7 +25,10 @@ class MicroBatch:
     targets: Tensor
     """(B, S), int64; -100 where a token does not count."""
     positions: Tensor | None = None
-    """(B or 1, S); None: 0 … S-1."""
+    """(B or 1, S); None: 0, 1, … along the whole row, of which cp's ranks each have a part."""
+    documents: Tensor | None = None
+    """(B, S), integers that change from one document to the next: a token sees its own document only. None: one for
+    each row. For positions that start anew in each, see llama_core.positions_from_documents."""
 
 
 def count_targets(parallel: Parallel, micro_batches: Sequence[MicroBatch], ignore_index: int = -100) -> Tensor:
@@ -65,7 +68,7 @@ def accumulate_gradients(
     total = _zero(parallel, torch.promote_types(next(model.parameters()).dtype, torch.float32))
     for number, batch in enumerate(micro_batches, start=1):
         parallel.set_gradient_sync(number == len(micro_batches))
-        hidden = model(batch.tokens, batch.positions)
+        hidden = parallel.forward(batch.tokens, batch.positions, batch.documents)
         # the weight is asked for here, not before: FSDP has just gathered it
         loss_sum = model.ops.linear_cross_entropy(
             hidden, model.lm_head.weight, batch.targets, ignore_index=ignore_index, reduction="sum"

@@ -11,17 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from llama_core import Attend, Llama, compile_layers, set_activation_checkpointing
 
+from .context_parallel import check_context, context_attend
 from .data_parallel import apply_fsdp
 from .mesh import batch_group, parameter_mesh
 from .replicate import Replication
+from .sequence_shards import shard_positions
 from .tensor_parallel import apply_tensor_parallel
 
-_KEPT = ("_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce")
+_KEPT = tuple(f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single"))
 """What selective checkpointing keeps besides products: the results of communication."""
 
 
@@ -52,8 +55,14 @@ class ParallelPlan:
     """Drop gathered parameters between forward and backward. None: unless there are pipeline stages, where each
     micro-batch would gather them anew."""
 
+    context: str = "ring"
+    """How cp shares a sequence: "ring" or "ulysses"."""
+
+    attention: str | None = None
+    """Backend of llama_kernels.attention, with cp > 1 and for packed documents. None: the fastest that can serve."""
+
     attend: Attend | None = None
-    """Attention; with cp > 1 one that knows the other ranks' keys. None: the model's own."""
+    """Attention where there are no packed documents. None: `context_attend` with cp > 1, otherwise the model's own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,25 @@ class Parallel:
     plan: ParallelPlan
     replication: Replication | None = None
     """Where every data-parallel rank holds all parameters: what sums their gradients."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """The model's hidden states of this rank's share of the tokens.
+
+        Args:
+            tokens: (B, S), of `shard_sequence` with cp > 1; on later pipeline stages the hidden states that came.
+            positions: (B or 1, S), shared likewise. None: 0, 1, … along the whole row.
+            documents: (B, S), shared likewise: see `MicroBatch`. With cp > 1 the ranks of cp then talk.
+        """
+        if positions is None and self.mesh["cp"].size() > 1:
+            positions = shard_positions(tokens.shape[1], self.mesh, self.plan.context, tokens.device)
+        hidden: Tensor = self.model(tokens, positions, self.attend_to(documents))
+        return hidden
+
+    def attend_to(self, documents: Tensor | None) -> Attend:
+        """Attention of one micro-batch: the model's, or one that stays within this rank's shard of documents (B, S)."""
+        if documents is None:
+            return self.model.attend
+        return context_attend(self.mesh, self.plan.context, documents, self.plan.attention)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward pass sums gradients over data-parallel ranks; off for all but the last micro-batch.
@@ -92,14 +120,14 @@ def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None
         plan: the rest.
 
     Raises:
-        ValueError: the model does not fit the mesh (see `check_layout` for all reasons at once), or cp > 1 without
-            an attention that knows of it.
+        ValueError: the model does not fit the mesh (see `check_layout` for all reasons at once), or an unknown context.
     """
     plan = ParallelPlan() if plan is None else plan
-    if mesh["cp"].size() > 1 and plan.attend is None:
-        raise ValueError(f"cp = {mesh['cp'].size()} needs plan.attend: attention that sees the other ranks' keys")
+    check_context(model.config, mesh, plan.context)
     if plan.attend is not None:
         model.attend = plan.attend
+    elif mesh["cp"].size() > 1:
+        model.attend = context_attend(mesh, plan.context, backend=plan.attention)
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, mesh, plan.sequence_parallel)
     set_activation_checkpointing(model, plan.activation_checkpointing, keep=_KEPT)

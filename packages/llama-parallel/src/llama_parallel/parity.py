@@ -6,20 +6,21 @@ The one process uses nothing of this package: the plain model, torch's own clipp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama_core import Llama, LlamaConfig, init_weights
+from llama_core import Llama, LlamaConfig, PackedAttend, init_weights, positions_from_documents
 
 from .clip import clip_grad_norm_
 from .config import ParallelConfig
 from .gradients import MicroBatch, accumulate_gradients
 from .mesh import build_mesh
 from .parallel import Parallel, ParallelPlan, parallelize
+from .sequence_shards import shard_sequence
 from .shards import init_shards, local_parts
 
 Weights = dict[str, Tensor]
@@ -42,6 +43,8 @@ class Task:
     dtype: torch.dtype = torch.float64
     prepare: Callable[[Llama], None] | None = None
     """Changes the initial weights, in the same way whatever part of them is there."""
+    documents: Tensor | None = None
+    """(steps, rows, S), integers that change from one packed document to the next."""
 
 
 @dataclass
@@ -69,10 +72,12 @@ def train_alone(task: Task) -> Record:
     if task.prepare is not None:
         task.prepare(model)
     record = Record(initial=_copies(model))
-    for tokens, targets in zip(task.tokens, task.targets, strict=True):
+    for tokens, targets, documents in _steps(task):
         model.zero_grad()
         assert model.lm_head is not None
-        loss_sum = model.ops.linear_cross_entropy(model(tokens), model.lm_head.weight, targets, reduction="sum")
+        packed = () if documents is None else (positions_from_documents(documents), PackedAttend(documents))
+        hidden = model(tokens, *packed)
+        loss_sum = model.ops.linear_cross_entropy(hidden, model.lm_head.weight, targets, reduction="sum")
         loss = loss_sum / (targets != -100).sum().clamp(min=1)
         loss.backward()
         record.losses.append(float(loss.detach()))
@@ -89,9 +94,9 @@ def train_on_ranks(
     """One rank of a layout, in a process group that exists; every rank returns the whole record, on the CPU."""
     parallel = make_parallel(task, layout, plan, device)
     record = Record(initial=_copies(parallel.model))
-    for tokens, targets in zip(task.tokens, task.targets, strict=True):
+    for tokens, targets, documents in _steps(task):
         parallel.model.zero_grad()
-        loss, _ = accumulate_gradients(parallel, shares(parallel, tokens, targets, task.accumulation))
+        loss, _ = accumulate_gradients(parallel, shares(parallel, tokens, targets, task.accumulation, documents))
         record.losses.append(float(loss.detach()))
         record.gradients = record.gradients or _gradients(parallel.model)
         record.norms.append(float(clip_grad_norm_(parallel.model, task.max_norm, parallel.mesh)))
@@ -114,14 +119,28 @@ def make_parallel(
     return parallel
 
 
-def shares(parallel: Parallel, tokens: Tensor, targets: Tensor, accumulation: int = 1) -> list[MicroBatch]:
-    """This data-parallel rank's rows of a global batch (rows, S), as micro-batches."""
+def shares(
+    parallel: Parallel, tokens: Tensor, targets: Tensor, accumulation: int = 1, documents: Tensor | None = None
+) -> list[MicroBatch]:
+    """This rank's part of a global batch (rows, S): its rows over dp, its pieces of them over cp, as micro-batches."""
     mesh = parallel.mesh
     index = mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
     count = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
     device = next(parallel.model.parameters()).device
-    parts = zip(*(x.chunk(count)[index].to(device).chunk(accumulation) for x in (tokens, targets)))
-    return [MicroBatch(*part) for part in parts]
+    whole = {"tokens": tokens, "targets": targets}
+    if documents is not None:
+        whole |= {"documents": documents, "positions": positions_from_documents(documents)}
+    own = {
+        name: shard_sequence(x.chunk(count)[index], mesh, parallel.plan.context).to(device).chunk(accumulation)
+        for name, x in whole.items()
+    }
+    return [MicroBatch(**dict(zip(own, parts, strict=True))) for parts in zip(*own.values(), strict=True)]
+
+
+def _steps(task: Task) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Tokens, targets and documents of each step."""
+    documents = [None] * len(task.tokens) if task.documents is None else task.documents
+    return zip(task.tokens, task.targets, documents, strict=True)
 
 
 def differences(found: Record, wanted: Record) -> dict[str, float]:
