@@ -63,8 +63,7 @@ def _seen(number: int, axis: Axis, length: int) -> tuple[slice, slice]:
     return slice(length // 2, None), _ALL
 
 
-@torch.library.custom_op("llama_parallel::ring_attention_forward", mutates_args=())
-def _forward(
+def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[Tensor], group: str, size: int, rank: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """(B, S, H, D) and the log-sum-exp (B, H, S); `bounds` holds cu_q and cu_k of each step, or nothing."""
@@ -84,17 +83,11 @@ def _forward(
     return out.to(q.dtype), lse
 
 
-@_forward.register_fake
-def _(q, k, v, bounds, group, size, rank, backend):  # type: ignore[no-untyped-def]
-    kind = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
-
-
-@torch.library.custom_op("llama_parallel::ring_attention_backward", mutates_args=())
-def _backward(
+def ring_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[Tensor], group: str,
     size: int, rank: int, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), given what forward returned."""
     axis, wide = Axis(group, size, rank), torch.promote_types(q.dtype, torch.float32)
     kv = torch.stack((k, v))
     for number in range(size):
@@ -114,6 +107,21 @@ def _backward(
     dk, dv = finish(dkv)
     # copies: an operator's results may not be parts of one tensor
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+_forward = torch.library.custom_op("llama_parallel::ring_attention_forward", ring_forward, mutates_args=())
+_backward = torch.library.custom_op("llama_parallel::ring_attention_backward", ring_backward, mutates_args=())
+FUNCTIONS = {
+    torch.ops.llama_parallel.ring_attention_forward.default: ring_forward,
+    torch.ops.llama_parallel.ring_attention_backward.default: ring_backward,
+}
+"""What the operators run: a TorchDispatchMode that calls these instead sees the transfers inside."""
+
+
+@_forward.register_fake
+def _(q, k, v, bounds, group, size, rank, backend):  # type: ignore[no-untyped-def]
+    kind = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
 
 
 @_backward.register_fake
