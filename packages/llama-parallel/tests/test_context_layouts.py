@@ -41,7 +41,7 @@ RING, ULYSSES = ParallelPlan(), ParallelPlan(context="ulysses")
 
 
 def task(rows: int = 2, length: int = 16, steps: int = 2, packed: bool = False, **changes: Any) -> Task:
-    """Rows differ in their unmasked tokens. The middle half of a row, all that rank 1 of a ring of two has, has none."""
+    """Rows differ in their unmasked tokens. Their middle half, which is what rank 1 of a ring of two has, has none."""
     options = {name: changes.pop(name) for name in ("accumulation", "max_norm") if name in changes}
     model = T0.replace(**changes)
     generator = torch.Generator().manual_seed(1)

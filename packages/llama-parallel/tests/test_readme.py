@@ -1,5 +1,7 @@
 """The README's program runs under torchrun, and its other examples by themselves."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from llama_parallel.testing import run_ranks
 
 README = Path(__file__).parents[1] / "README.md"
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -18,7 +22,7 @@ def code(language: str) -> list[str]:
 
 
 def test_every_block_is_known() -> None:
-    assert [name for name, _ in BLOCKS] == ["python", "bash", "python", "bash"]
+    assert [name for name, _ in BLOCKS] == ["python", "bash", "python", "python", "bash"]
 
 
 def test_the_program_trains_on_four_processes(tmp_path: Path) -> None:
@@ -42,6 +46,21 @@ def test_the_refused_layout_is_explained(capsys: pytest.CaptureFixture[str]) -> 
     shown = re.search(r"print\(error\)  # (.*?); …", block)
     assert shown is not None
     assert capsys.readouterr().out.startswith(shown[1])
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_two_processes_share_long_sequences(context: str) -> None:
+    block = code("python")[2].replace('context="ring"', f'context="{context}"')
+
+    def work(rank: int) -> str:
+        names: dict[str, object] = {"__name__": "__main__"}
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            exec(compile(block, "README.md", "exec"), names)
+        return shown.getvalue()
+
+    first, second = run_ranks(work, 2)
+    assert first == second
+    assert re.fullmatch(r"loss \d\.\d{4} over 64 tokens\n", first)
 
 
 def test_the_tests_are_where_it_says() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama_core import causal_attend
-from llama_parallel import ParallelConfig, build_mesh
+from llama_core import Llama, LlamaConfig, causal_attend
+from llama_parallel import ParallelConfig, ParallelPlan, build_mesh, parallelize
 from llama_parallel.collectives import Axis
 from llama_parallel.testing import RankError, run_ranks
 from llama_parallel.ulysses import UlyssesAttend, kv_windows, take_heads
@@ -77,6 +77,25 @@ def test_transfers() -> None:
     for forward, backward in run_ranks(work, size):
         assert forward == [token * (heads + 2 * size * 1), token * heads]  # one key head for each rank
         assert backward == forward[::-1]
+
+
+@pytest.mark.parametrize(("mode", "repeated"), [("none", 0), ("selective", 0), ("full", 2)])
+def test_activation_checkpointing_repeats_transfers_only_if_full(mode: str, repeated: int) -> None:
+    shape = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+
+    def work(rank: int) -> tuple[int, int]:
+        plan = ParallelPlan(context="ulysses", activation_checkpointing=mode)
+        parallel = parallelize(Llama(shape), build_mesh(ParallelConfig(cp=2)), plan)
+        with Sent() as forward:
+            hidden = parallel.forward(torch.arange(8).view(1, 8))
+        with Sent() as backward:
+            hidden.sum().backward()
+        return len(forward.elements), len(backward.elements)
+
+    assert run_ranks(work, 2) == [(2 * 2, 2 * (2 + repeated))] * 2
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

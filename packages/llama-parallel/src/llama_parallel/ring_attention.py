@@ -104,9 +104,10 @@ def ring_backward(
         dkv = start_shift(dkv, axis)
         if coming is not None:
             kv = finish(coming)
+    dq = dq.to(q.dtype)
     dk, dv = finish(dkv)
     # copies: an operator's results may not be parts of one tensor
-    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+    return dq, dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
 _forward = torch.library.custom_op("llama_parallel::ring_attention_forward", ring_forward, mutates_args=())
