@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core import Llama, LlamaConfig, init_weights
 from llama_core.model import DecoderLayer
+from llama_kernels import merge_attention
 from llama_parallel import ParallelConfig, ParallelPlan, build_mesh, parallelize
 from llama_parallel.collectives import Axis, finish, start_shift
-from llama_parallel.ring_attention import FUNCTIONS, RingAttend
+from llama_parallel.ring_attention import FUNCTIONS, RingAttend, join_
 from llama_parallel.testing import RankError, run_ranks
 
 T0 = LlamaConfig(
@@ -46,6 +47,24 @@ def test_shift() -> None:
         return finish(start_shift(torch.full((2, 3), rank), axis))
 
     assert [found.unique().tolist() for found in run_ranks(work, 3)] == [[2], [0], [1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_joining_in_place_equals_merge_attention(dtype: torch.dtype) -> None:
+    """Also where one part, the other, or both have no key, and where logarithms are far apart."""
+    torch.manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    out, part = torch.randn(2, 6, 3, 8, dtype=wide), torch.randn(2, 6, 3, 8, dtype=dtype)
+    lse, part_lse = (torch.randn(2, 3, 6, dtype=wide) * 3 for _ in range(2))
+    none = float("-inf")
+    lse[:, 0, 0], part_lse[:, 0, 0], lse[:, 1, 1], part_lse[:, 2, 2] = none, none, none, none
+    lse[:, 0, 3], part_lse[:, 0, 3], lse[:, 0, 4] = 300.0, -300.0, -1e4
+    for empty, rows in ((lse, out), (part_lse, part)):  # such rows come as zeros
+        rows.masked_fill_(empty.isneginf().transpose(1, 2).unsqueeze(-1), 0.0)
+    wanted = merge_attention(out, lse, part, part_lse)
+    join_(out, lse, part, part_lse)
+    for found, right in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=8 * torch.finfo(wide).eps, atol=8 * torch.finfo(wide).eps)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -82,7 +82,12 @@ class Parallel:
             tokens: (B, S), of `shard_sequence` with cp > 1; on later pipeline stages the hidden states that came.
             positions: (B or 1, S), shared likewise. None: 0, 1, … along the whole row.
             documents: (B, S), shared likewise: see `MicroBatch`. With cp > 1 the ranks of cp then talk.
+
+        Raises:
+            ValueError: documents of another shape than tokens.
         """
+        if documents is not None and documents.shape != tokens.shape[:2]:
+            raise ValueError(f"documents {tuple(documents.shape)} do not fit tokens {tuple(tokens.shape[:2])}")
         if positions is None and self.mesh["cp"].size() > 1:
             positions = shard_positions(tokens.shape[1], self.mesh, self.plan.context, tokens.device)
         hidden: Tensor = self.model(tokens, positions, self.attend_to(documents))
