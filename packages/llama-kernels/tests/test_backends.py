@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import llama_kernels
 from llama_kernels import backends
 
 
@@ -42,3 +43,21 @@ def test_readme_example():
     assert blocks
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {"torch": torch})
+
+
+def test_which_backend_serves_is_known_from_shapes() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "length": 128}
+    assert llama_kernels.attention_backend("cpu", torch.float32, **sizes) == "flash_cpu"
+    assert llama_kernels.attention_backend("cpu", torch.float64, **sizes) == "plain"
+    assert llama_kernels.attention_backend("cpu", torch.float64, backend="plain", **sizes) == "plain"
+    with pytest.raises(ValueError, match="'cudnn' cannot serve this call: cudnn: it needs a CUDA device"):
+        llama_kernels.attention_backend("cpu", torch.float32, backend="cudnn", **sizes)
+    with pytest.raises(ValueError, match="backend 'cuda' is unknown; choose one of None, 'sdpa', 'flash'"):
+        llama_kernels.attention_backend("cpu", torch.float32, backend="cuda", **sizes)
+
+
+@pytest.mark.gpu
+def test_which_backend_serves_on_a_gpu() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "length": 128}
+    assert llama_kernels.attention_backend("cuda", torch.bfloat16, **sizes) in ("flash4", "cudnn")
+    assert llama_kernels.attention_backend("cuda", torch.float32, **sizes) == "triton"

@@ -3,6 +3,7 @@
 from llama_kernels.attention import attention as attention
 from llama_kernels.attention import attention_backward as attention_backward
 from llama_kernels.attention import attention_forward as attention_forward
+from llama_kernels.attention_backends import attention_backend as attention_backend
 from llama_kernels.backends import backends as backends
 from llama_kernels.fp8_linear import fp8_linear as fp8_linear
 from llama_kernels.fp8_linear import quantize_fp8 as quantize_fp8

@@ -156,6 +156,35 @@ def choose(call: AttentionCall, name: str | None) -> Backend:
     raise ValueError(f"attention backend {name!r} cannot serve this call: " + "; ".join(reasons))
 
 
+def attention_backend(
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    length: int,
+    backend: str | None = None,
+) -> str:
+    """The name of the backend that would serve causal attention of these sizes, from shapes alone.
+
+    Args:
+        device, dtype: of the queries, keys and values.
+        num_heads, num_kv_heads, head_dim: H, K and D of the model.
+        length: tokens of a sequence, queries and keys alike.
+        backend: as in `attention`: None for the fastest, or a name or family of backends.
+
+    Raises:
+        ValueError: an unknown name, or a named one that cannot serve, with its reason.
+    """
+    call = AttentionCall(
+        device=torch.device(device), dtype=dtype, batch=1, seq_q=length, seq_k=length, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=head_dim, causal=length > 1, q_offset=0, packed=False, same_documents=True,
+        max_q=length, max_k=length,
+    )  # fmt: skip
+    return choose(call, backend).name
+
+
 def attention_backends(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> dict[str, str | None]:
     """For each backend None, or why it cannot serve a plain causal call of head width 128 on this device."""
     sizes: dict[str, Any] = {"batch": 1, "seq_q": 64, "seq_k": 64, "max_q": 64, "max_k": 64, "head_dim": 128}

@@ -12,14 +12,13 @@ from llama_core import (
     LlamaConfig,
     Ops,
     RopeConfig,
-    causal_attend,
     compile_layers,
     init_weights,
-    plain_attend,
     preset,
     set_activation_checkpointing,
 )
 
+from .attention_choice import choose_attend
 from .config import ModelConfig, TrainConfig
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -74,8 +73,14 @@ def choose_ops(kernels: str, device: torch.device) -> Ops:
 
 
 def build_model(shape: LlamaConfig, config: TrainConfig, device: torch.device) -> Llama:
-    """A model with fresh weights on the device, in the dtype asked for, ready to train."""
-    attend = plain_attend if config.attention == "plain" else causal_attend
+    """A model with fresh weights on the device, in the dtype asked for, ready to train.
+
+    Raises:
+        ValueError: the attention that is named cannot serve this model here.
+    """
+    attend, _ = choose_attend(
+        config.attention, shape, config.data.sequence_length, device, getattr(torch, config.dtype)
+    )
     with torch.device("meta"):
         model = Llama(shape, ops=choose_ops(config.kernels, device), attend=attend)
     model = model.to(getattr(torch, config.dtype)).to_empty(device=device)

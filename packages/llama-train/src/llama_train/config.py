@@ -233,8 +233,8 @@ class TrainConfig:
     """Fixes initial weights, order of the data and the text sample."""
     kernels: Literal["auto", "plain"] = "auto"
     """auto takes llama_kernels on a GPU; plain is readable PyTorch everywhere."""
-    attention: Literal["auto", "sdpa", "plain"] = "auto"
-    """auto and sdpa take PyTorch's fused attention; plain is the formula, which keeps every score."""
+    attention: Literal["auto", "sdpa", "flash", "triton", "plain"] = "auto"
+    """auto takes the fastest on a GPU and sdpa, PyTorch's own, on a CPU; plain is the formula and keeps every score."""
     compile: bool = False
     """Whether torch.compile is applied to every layer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -15,6 +15,7 @@ from torch import Tensor
 from llama_core import Llama, load_tokenizer
 from llama_parallel import read_process
 
+from .attention_choice import choose_attend
 from .batches import TrainingRows, held_out_batches
 from .build import build_model, model_config, resolve
 from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint
@@ -72,12 +73,15 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
     device = torch.device(config.device)
     # A shape that doesn't fit together should be told before the text is read; the tokenizer's numbers come later.
     data = config.data
-    model_config(
+    shape = model_config(
         config.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length, bos_id=None, eos_id=None
     )
+    # So should a kernel that can't serve it.
+    _, attention = choose_attend(config.attention, shape, data.sequence_length, device, getattr(torch, config.dtype))
     reporter = reporter or Reporter(progress=config.logging.progress)
     with reporter, open_run_folder(config) as (folder, changes):
         reporter.note(f"run        {folder.path}")
+        reporter.note(f"attention  {attention}")
         run = _Run(config, folder, prepare(data, folder.data, reporter.note), device, reporter)
         run.resume(changes)
         if not run.steps():
