@@ -379,7 +379,8 @@ def test_folder_with_other_weights_says_so(tmp_path: Path, make_t0: Make) -> Non
 @pytest.mark.parametrize("format", ["hf", "meta", "gguf"])
 def test_straight_onto_a_gpu(tmp_path: Path, make_t0: Make, wanted: torch.dtype, format: str) -> None:
     # wide enough for several pieces and for scratch memory that is used again
-    save_model(make_t0(hidden_size=1024, intermediate_size=4096, head_dim=64), tmp_path / "m", format=format)
+    wide = make_t0(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, head_dim=64)
+    save_model(wide, tmp_path / "m", format=format)
     cpu, gpu = (load_model(tmp_path / "m", dtype=wanted, device=device) for device in ("cpu", "cuda"))
     for name, tensor in cpu.state_dict().items():
         assert gpu.state_dict()[name].is_cuda

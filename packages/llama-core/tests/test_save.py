@@ -88,7 +88,7 @@ def test_pieces_of_a_large_tensor(tmp_path: Path, make_t0: Make, monkeypatch: py
     save_model(model, tmp_path, dtype=torch.float16)
     stored = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(stored[name], tensor.half()) for name, tensor in model.state_dict().items())
-    monkeypatch.setattr("llama_core.checkpoint.PIECE_BYTES", 300)
+    monkeypatch.setattr("llama_core.checkpoint.STRAIGHT_PIECE_BYTES", 300)
     loaded = load_model(tmp_path, dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[name], stored[name].float()) for name in stored)
 

@@ -174,7 +174,8 @@ class Llama(nn.Module):
         if self.model.embed_tokens is not None and tokens.dim() != 2:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; (batch, sequence) is wanted")
         rows, length = tokens.shape[:2]
-        if positions is not None and positions.shape not in ((rows, length), (1, length)):
+        first = self.model.embed_tokens is not None  # later, tensor-parallel ranks may each see a share of the sequence
+        if first and positions is not None and positions.shape not in ((rows, length), (1, length)):
             raise ValueError(
                 f"positions have shape {tuple(positions.shape)}; ({rows}, {length}) or (1, {length}) is wanted"
             )
