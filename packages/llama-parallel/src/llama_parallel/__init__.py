@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 from llama_parallel.config import ParallelConfig as ParallelConfig
 from llama_parallel.process import Process as Process
 from llama_parallel.process import read_process as read_process
+from llama_parallel.schedules import bubble as bubble
 
 if TYPE_CHECKING:
     from llama_parallel.clip import clip_grad_norm_ as clip_grad_norm_
     from llama_parallel.clip import nonfinite_gradients as nonfinite_gradients
+    from llama_parallel.evaluation import mean_loss as mean_loss
     from llama_parallel.gradients import MicroBatch as MicroBatch
     from llama_parallel.gradients import accumulate_gradients as accumulate_gradients
     from llama_parallel.layout import check_layout as check_layout
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _LATER = {
     "clip_grad_norm_": "clip",
     "nonfinite_gradients": "clip",
+    "mean_loss": "evaluation",
     "MicroBatch": "gradients",
     "accumulate_gradients": "gradients",
     "check_layout": "layout",

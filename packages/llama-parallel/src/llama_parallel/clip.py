@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .mesh import world_group
+from .tied_embedding import counted_elsewhere as _tied_elsewhere
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def clip_grad_norm_(
         model: with gradients; a parameter under two names (a tied head) is one.
         max_norm: infinity only measures.
         mesh: of `build_mesh`.
-        counted_elsewhere: names of parameters here that another pipeline stage has too and counts.
+        counted_elsewhere: names of parameters here that another pipeline stage has too and counts, besides a tied head.
 
     Returns:
         The norm before clipping, a scalar, the same on every rank.
@@ -37,6 +38,7 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm = {max_norm}: must be above 0")
+    counted_elsewhere = {*counted_elsewhere, *_tied_elsewhere(model)}
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     coordinate = [mesh.get_local_rank(name) for name in ("dp_replicate", "dp_shard", "cp", "tp")]
     counted = [p.grad for name, p in named if name not in counted_elsewhere and _counts_here(p.grad, coordinate)]

@@ -23,13 +23,19 @@ from .collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from .deferred_products import DeferredProducts, Held
 
 # Shape legend: B batch, S sequence, S' = S / ranks, E hidden, F_i this rank's columns of output i
 _SEQUENCE = 1
 
 
 def column_products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], axis: Axis, sequence_parallel: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    axis: Axis,
+    sequence_parallel: bool,
+    deferred: DeferredProducts | None = None,
 ) -> tuple[Tensor, ...]:
     """The products of one input with this rank's rows of several weights.
 
@@ -42,19 +48,25 @@ def column_products(
         x: (B, S', E), or (B, S, E) if not `sequence_parallel`.
         weights: (F_i, E) each.
         biases: (F_i,) each, or None.
+        deferred: takes the products for the weights' gradients, to be made later.
 
     Returns:
         (B, S, F_i) for each weight.
     """
-    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, axis, sequence_parallel, *weights, *biases)
+    later = None
+    if deferred is not None and torch.is_grad_enabled():
+        later = deferred, [Held(weight) for weight in weights]
+        weights = [weight.detach() for weight in weights]
+    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, axis, sequence_parallel, later, *weights, *biases)
     return outputs
 
 
 class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *parameters: Tensor | None
+        ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, later: Any, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
+        ctx.later = later
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.axis, ctx.shared, ctx.count = axis, sequence_parallel and axis.size > 1, count
@@ -65,7 +77,7 @@ class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        axis, wanted = ctx.axis, ctx.needs_input_grad[3:]
+        axis, wanted = ctx.axis, ctx.needs_input_grad[4:]
         if ctx.shared:
             x = start_all_gather(x, axis)
         rows = [grad.flatten(0, -2) for grad in grads]
@@ -86,6 +98,10 @@ class _ColumnProducts(torch.autograd.Function):
         flat_x = x.flatten(0, -2)
         of_weights = [row.mT @ flat_x if want else None for row, want in zip(rows, wanted[: ctx.count], strict=True)]
         of_biases = [row.sum(0) if want else None for row, want in zip(rows, wanted[ctx.count :], strict=True)]
+        if ctx.later is not None:
+            deferred, held = ctx.later
+            for weight, row in zip(held, rows, strict=True):
+                deferred.add(weight.tensor, row, flat_x)
         if grad_x is not None and axis.size > 1:
             grad_x = finish(grad_x)
-        return (grad_x, None, None, *of_weights, *of_biases)
+        return (grad_x, None, None, None, *of_weights, *of_biases)

@@ -7,7 +7,7 @@ with HSDP an all-reduce of the shards over dp_replicate. (Zhao et al. 2023, http
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from llama_core import Llama
 from llama_core.model import DecoderLayer
 
 from .mesh import parameter_mesh
+from .stages import reshard
 
 
 def apply_fsdp(
@@ -66,7 +67,7 @@ def apply_fsdp(
 
 
 def _gather_anew_after_evaluation(model: Llama) -> None:
-    """Norm and head gathered by a forward pass without backward would outlive the next optimizer step: drop them."""
+    """What a forward pass without backward has gathered and kept would outlive the next optimizer step: drop it."""
     evaluated = False
 
     def after(module: nn.Module, *_: Any) -> None:
@@ -75,7 +76,7 @@ def _gather_anew_after_evaluation(model: Llama) -> None:
 
     def before(module: nn.Module, *_: Any) -> None:
         if evaluated and torch.is_grad_enabled():
-            cast(FSDPModule, module).reshard()
+            reshard(module)
 
     model.register_forward_hook(after)
     model.register_forward_pre_hook(before, prepend=True)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_core import Llama
+
 from .mesh import batch_group
 from .parallel import Parallel
 
@@ -48,8 +50,8 @@ def accumulate_gradients(
     data-parallel ranks with the last micro-batch only.
 
     Args:
-        parallel: a model with an output head.
-        micro_batches: this rank's; as many on every rank.
+        parallel: of `parallelize`.
+        micro_batches: this rank's; as many on every rank. With pp all of one shape, and on every stage's rank the same.
         ignore_index: marks targets that do not count.
 
     Returns:
@@ -57,27 +59,45 @@ def accumulate_gradients(
         the loss is 0 and gradients are zero.
 
     Raises:
-        ValueError: no micro-batch, or a model without head.
+        ValueError: no micro-batch, a model without head, or what the pipeline's schedule cannot run.
     """
-    model = parallel.model
     if not micro_batches:
         raise ValueError("there is no micro-batch")
-    if model.lm_head is None:
-        raise ValueError("this model is a pipeline stage without output head; its schedule computes gradients")
+    if parallel.pipeline is None and parallel.model.lm_head is None:
+        raise ValueError("this model has no output head, and there is no pipeline")
     count = count_targets(parallel, micro_batches, ignore_index)
-    total = _zero(parallel, torch.promote_types(next(model.parameters()).dtype, torch.float32))
-    for number, batch in enumerate(micro_batches, start=1):
-        parallel.set_gradient_sync(number == len(micro_batches))
-        hidden = parallel.forward(batch.tokens, batch.positions, batch.documents)
-        # the weight is asked for here, not before: FSDP has just gathered it
-        loss_sum = model.ops.linear_cross_entropy(
-            hidden, model.lm_head.weight, batch.targets, ignore_index=ignore_index, reduction="sum"
-        )
-        loss = loss_sum / count.clamp(min=1)
-        loss.backward()
-        total += loss.detach()
+
+    def loss_of(hidden: Tensor, model: Llama, batch: MicroBatch) -> Tensor:
+        return sum_of_losses(hidden, model, batch, ignore_index) / count.clamp(min=1)
+
+    total = _zero(parallel, torch.promote_types(next(parallel.model.parameters()).dtype, torch.float32))
+    if parallel.pipeline is not None:
+        of_last = parallel.pipeline.accumulate(parallel, micro_batches, loss_of)
+        total += 0 if of_last is None else of_last
+    else:
+        for number, batch in enumerate(micro_batches, start=1):
+            parallel.set_gradient_sync(number == len(micro_batches))
+            hidden = parallel.forward(batch.tokens, batch.positions, batch.documents)
+            loss = loss_of(hidden, parallel.model, batch)
+            loss.backward()
+            total += loss.detach()
+    return sum_of_ranks(parallel, total), count
+
+
+def sum_of_losses(hidden: Tensor, model: Llama, batch: MicroBatch, ignore_index: int) -> Tensor:
+    """Of the unmasked tokens of one micro-batch, from hidden states after the final norm. A scalar."""
+    assert model.lm_head is not None
+    # the weight is asked for here, not before: FSDP has just gathered it
+    weight = model.lm_head.weight
+    return model.ops.linear_cross_entropy(hidden, weight, batch.targets, ignore_index=ignore_index, reduction="sum")
+
+
+def sum_of_ranks(parallel: Parallel, total: Tensor) -> Tensor:
+    """In place: over the ranks with other tokens, and from the pipeline's last stage (others give 0) to all."""
     dist.all_reduce(total, group=batch_group(parallel.mesh))
-    return total, count
+    if parallel.pipeline is not None:
+        dist.all_reduce(total, group=parallel.pipeline.group)
+    return total
 
 
 def _zero(parallel: Parallel, dtype: torch.dtype) -> Tensor:

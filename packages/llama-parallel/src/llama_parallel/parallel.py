@@ -19,9 +19,13 @@ from llama_core import Attend, Llama, compile_layers, set_activation_checkpointi
 
 from .context_parallel import check_context, context_attend
 from .data_parallel import apply_fsdp
+from .deferred_products import defer_products
 from .mesh import batch_group, parameter_mesh
+from .pipeline import Pipeline
 from .replicate import Replication
+from .schedules import virtual_stages
 from .sequence_shards import shard_positions
+from .stages import cut, separate, stage_layers
 from .tensor_parallel import apply_tensor_parallel
 
 _KEPT = tuple(f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single"))
@@ -61,6 +65,15 @@ class ParallelPlan:
     attention: str | None = None
     """Backend of llama_kernels.attention, with cp > 1 and for packed documents. None: the fastest that can serve."""
 
+    schedule: str = "1f1b"
+    """Order of micro-batches with pp > 1: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble"; see schedules."""
+
+    virtual_stages: int | None = None
+    """Pipeline stages of each rank. None: 2 with "interleaved_1f1b", otherwise 1."""
+
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each pipeline stage, pp · virtual_stages numbers. None: balanced by cost, head counted."""
+
     attend: Attend | None = None
     """Attention where there are no packed documents. None: `context_attend` with cp > 1, otherwise the model's own."""
 
@@ -74,24 +87,34 @@ class Parallel:
     plan: ParallelPlan
     replication: Replication | None = None
     """Where every data-parallel rank holds all parameters: what sums their gradients."""
+    pipeline: Pipeline | None = None
+    """With pp > 1: what runs `model`, which is then this rank's part of it."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """The model's hidden states of this rank's share of the tokens.
 
         Args:
-            tokens: (B, S), of `shard_sequence` with cp > 1; on later pipeline stages the hidden states that came.
+            tokens: (B, S), of `shard_sequence` with cp > 1.
             positions: (B or 1, S), shared likewise. None: 0, 1, … along the whole row.
             documents: (B, S), shared likewise: see `MicroBatch`. With cp > 1 the ranks of cp then talk.
 
         Raises:
             ValueError: documents of another shape than tokens.
         """
+        hidden: Tensor = self.model(tokens, *self.inputs(tokens, positions, documents))
+        return hidden
+
+    def inputs(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor | None, Attend]:
+        """Positions and attention with which the model, or each stage of a pipeline, takes tokens (B, S)."""
         if documents is not None and documents.shape != tokens.shape[:2]:
             raise ValueError(f"documents {tuple(documents.shape)} do not fit tokens {tuple(tokens.shape[:2])}")
         if positions is None and self.mesh["cp"].size() > 1:
             positions = shard_positions(tokens.shape[1], self.mesh, self.plan.context, tokens.device)
-        hidden: Tensor = self.model(tokens, positions, self.attend_to(documents))
-        return hidden
+        if positions is None and self.pipeline is not None:  # a later stage cannot tell the length: it sees a share
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return positions, self.attend_to(documents)
 
     def attend_to(self, documents: Tensor | None) -> Attend:
         """Attention of one micro-batch: the model's, or one that stays within this rank's shard of documents (B, S)."""
@@ -111,7 +134,7 @@ class Parallel:
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None) -> Parallel:
-    """Share `model` over `mesh`, in place: TP, activation checkpointing, compilation, then FSDP or replication.
+    """Share `model` over `mesh`, in place: cut into stages, TP, checkpointing, compilation, then FSDP or replication.
 
     Then give it weights with `init_shards` or `load_shards`. A model that has weights already keeps them: each rank
     takes its part.
@@ -120,15 +143,20 @@ def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None
     replicates them. A compute dtype other than the parameters' takes FSDP2 in any case, for its mixed precision.
 
     Args:
-        model: on the meta device, or with weights alike on all ranks; may be a pipeline stage with parts missing.
+        model: whole; on the meta device, or with weights alike on all ranks. With pp > 1 it loses the layers of others.
         mesh: of `build_mesh`.
         plan: the rest.
 
     Raises:
-        ValueError: the model does not fit the mesh (see `check_layout` for all reasons at once), or an unknown context.
+        ValueError: the model does not fit the mesh or plan (see `check_layout` for all reasons at once).
     """
     plan = ParallelPlan() if plan is None else plan
     check_context(model.config, mesh, plan.context)
+    pp, virtual = mesh["pp"].size(), virtual_stages(plan.schedule, plan.virtual_stages)
+    stages = stage_layers(model.config, pp * virtual, plan.layers_per_stage) if pp > 1 else ()
+    own = range(mesh.get_local_rank("pp"), len(stages), pp)
+    if stages:
+        cut(model, stages, own)
     if plan.attend is not None:
         model.attend = plan.attend
     elif mesh["cp"].size() > 1:
@@ -138,20 +166,29 @@ def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None
     set_activation_checkpointing(model, plan.activation_checkpointing, keep=_KEPT)
     if plan.compile:
         compile_layers(model, **plan.compile_options)
+    parts = separate(model, stages, own) if stages else (model,)
 
     dtype = next(model.parameters()).dtype
     mixed = plan.compute_dtype not in (None, dtype)
     data = parameter_mesh(mesh)
-    if data["dp_shard_cp"].size() > 1 or mixed:
-        reshard = mesh["pp"].size() == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward
-        apply_fsdp(
-            model,
-            mesh,
-            compute_dtype=plan.compute_dtype,
-            reduce_dtype=plan.reduce_dtype or torch.promote_types(dtype, torch.float32),
-            reshard_after_forward=reshard,
-        )
-        return Parallel(model, mesh, plan)
-    if data["dp_replicate"].size() > 1:
-        return Parallel(model, mesh, plan, Replication(model, batch_group(mesh)))
-    return Parallel(model, mesh, plan)
+    sharded = data["dp_shard_cp"].size() > 1 or mixed
+    if sharded:
+        for part in parts:
+            apply_fsdp(
+                part,
+                mesh,
+                compute_dtype=plan.compute_dtype,
+                reduce_dtype=plan.reduce_dtype or torch.promote_types(dtype, torch.float32),
+                reshard_after_forward=pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward,
+            )
+    replicas = batch_group(mesh) if not sharded and data["dp_replicate"].size() > 1 else None
+    if stages:
+        deferred = {}
+        if plan.schedule == "zero_bubble":
+            if plan.compile:
+                raise ValueError("zero_bubble does not go with compile: what is put off leaves no trace in a graph")
+            deferred = {index: defer_products(part) for index, part in zip(own, parts, strict=True)}
+        of_index = dict(zip(own, parts, strict=True))
+        pipeline = Pipeline(model, of_index, len(stages), plan.schedule, mesh, deferred, replicas)
+        return Parallel(model, mesh, plan, pipeline=pipeline)
+    return Parallel(model, mesh, plan, None if replicas is None else Replication(model, replicas))

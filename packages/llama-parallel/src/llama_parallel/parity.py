@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,7 @@ from .gradients import MicroBatch, accumulate_gradients
 from .mesh import build_mesh
 from .parallel import Parallel, ParallelPlan, parallelize
 from .sequence_shards import shard_sequence
-from .shards import init_shards, local_parts
+from .shards import EMBEDDING, HEAD, init_shards, local_parts
 
 Weights = dict[str, Tensor]
 
@@ -93,16 +94,18 @@ def train_on_ranks(
 ) -> Record:
     """One rank of a layout, in a process group that exists; every rank returns the whole record, on the CPU."""
     parallel = make_parallel(task, layout, plan, device)
-    record = Record(initial=_copies(parallel.model))
+    record = Record(initial=_everywhere(parallel, _copies(parallel.model)))
     for tokens, targets, documents in _steps(task):
         parallel.model.zero_grad()
         loss, _ = accumulate_gradients(parallel, shares(parallel, tokens, targets, task.accumulation, documents))
         record.losses.append(float(loss.detach()))
-        record.gradients = record.gradients or _gradients(parallel.model)
+        record.gradients = record.gradients or _everywhere(parallel, _gradients(parallel.model))
         record.norms.append(float(clip_grad_norm_(parallel.model, task.max_norm, parallel.mesh)))
         _descend(parallel.model, task.learning_rate)
-    record.weights = _copies(parallel.model)
-    record.parts = {name: (offsets, _digest(local)) for name, local, _, offsets in local_parts(parallel.model)}
+    record.weights = _everywhere(parallel, _copies(parallel.model))
+    ends = _ends(task.model)
+    for name, local, _, offsets in local_parts(parallel.model):
+        record.parts[ends.get(name, name)] = offsets, _digest(local)
     return record
 
 
@@ -177,6 +180,25 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _copies(model: Llama) -> Weights:
     return {name: _whole(p) for name, p in model.named_parameters()}
+
+
+def _everywhere(parallel: Parallel, own: Weights) -> Weights:
+    """Parameters of all stages on every rank, in the order of the whole model."""
+    if parallel.pipeline is None:
+        return own
+    of_ranks: list[Weights] = [{}] * parallel.pipeline.group.size()
+    dist.all_gather_object(of_ranks, own, group=parallel.pipeline.group)
+    with torch.device("meta"):
+        names = [name for name, _ in Llama(parallel.model.config).named_parameters()]
+    found = {name: tensor for weights in of_ranks for name, tensor in weights.items()}
+    for name, other in _ends(parallel.model.config).items():
+        assert torch.equal(found[name], found[other]), f"{name} and {other} differ"
+    return {name: found[name] for name in names if name in found}
+
+
+def _ends(config: LlamaConfig) -> dict[str, str]:
+    """What the last stage of a pipeline calls a tied matrix, and what the whole model does."""
+    return {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
 
 
 def _gradients(model: Llama) -> Weights:

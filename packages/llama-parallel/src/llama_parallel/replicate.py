@@ -69,7 +69,7 @@ class GradientBuckets:
         if not self.enabled:
             return
         if not self._queued:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self._queued = True
         assert isinstance(parameter, nn.Parameter)
         self._waiting[self._bucket_of[parameter]] -= 1
@@ -81,8 +81,11 @@ class GradientBuckets:
         self._sent[self._next] = flat, dist.all_reduce(flat, group=self.group, async_op=True)
         self._next += 1
 
-    def _finish(self) -> None:
-        """At the end of backward: send what a parameter without gradient held back, wait, and hand out the sums."""
+    def finish(self) -> None:
+        """Send what is not on its way yet, wait, and hand out the sums.
+
+        At the end of backward: what a parameter without gradient held back; after passes with `enabled` off, all.
+        """
         while self._next < len(self.buckets):
             self._send()
         for index, (flat, work) in self._sent.items():

@@ -25,6 +25,7 @@ from llama_core.model import MLP, Attention, DecoderLayer, Embedding, RMSNorm
 
 from .collectives import Axis, all_reduce, all_reduce_gradient, gather, reduce_scatter
 from .column_products import column_products
+from .deferred_products import DeferredProducts
 from .vocab_loss import VocabParallelCrossEntropy
 
 _SEQUENCE, _FEATURES = 1, -1
@@ -163,6 +164,7 @@ class TensorParallelAttention(Attention):
         self.ops, self.head_dim, self.tp = whole.ops, whole.head_dim, tp
         self.repeated = kv_heads % tp.axis.size != 0
         self.first_kv_row = tp.axis.rank * kv_heads // tp.axis.size * self.head_dim
+        self.deferred: DeferredProducts | None = None
         rows = _WHOLE if self.repeated else 0
         self.q_proj, self.k_proj, self.v_proj = whole.q_proj, whole.k_proj, whole.v_proj
         for layer, dim in ((self.q_proj, 0), (self.k_proj, rows), (self.v_proj, rows)):
@@ -176,7 +178,7 @@ class TensorParallelAttention(Attention):
         biases: list[Tensor | None] = [None] * len(layers)
         if self.q_proj.bias is not None:
             biases = [in_motion(self.q_proj.bias), self._of_kv(self.k_proj.bias), self._of_kv(self.v_proj.bias)]
-        return column_products(x, weights, biases, self.tp.axis, self.tp.sequence_parallel)
+        return column_products(x, weights, biases, self.tp.axis, self.tp.sequence_parallel, self.deferred)
 
     def _of_kv(self, parameter: Tensor) -> Tensor:
         local = in_motion(parameter)
@@ -191,6 +193,7 @@ class TensorParallelMLP(MLP):
     def __init__(self, whole: MLP, tp: Tp) -> None:
         super(MLP, self).__init__()
         self.ops, self.tp = whole.ops, tp
+        self.deferred: DeferredProducts | None = None
         self.gate_proj, self.up_proj = whole.gate_proj, whole.up_proj
         for layer in (self.gate_proj, self.up_proj):
             _check_product(layer)
@@ -201,7 +204,7 @@ class TensorParallelMLP(MLP):
         layers = (self.gate_proj, self.up_proj)
         weights = [in_motion(layer.weight) for layer in layers]
         biases = [None if layer.bias is None else in_motion(layer.bias) for layer in layers]
-        return column_products(x, weights, biases, self.tp.axis, self.tp.sequence_parallel)
+        return column_products(x, weights, biases, self.tp.axis, self.tp.sequence_parallel, self.deferred)
 
 
 class VocabParallelEmbedding(Embedding):
