@@ -5,24 +5,13 @@ This file imports nothing heavy, so that `--help` and a misspelt key answer at o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-
-def require(condition: bool, name: str, value: object, wanted: str) -> None:
-    """Raise a ValueError that names the key, its value and the values it may have."""
-    if not condition:
-        raise ValueError(f"{name} is {value!r}; it must be {wanted}")
-
-
-def _is_text(value: str) -> bool:
-    """Whether a file and a path can hold it: no NUL, and nothing that is not UTF-8, as a command line may bring."""
-    return "\0" not in value and value.encode(errors="ignore").decode() == value
-
-
-def _finite_and(value: float, condition: bool) -> bool:
-    return math.isfinite(value) and condition
+from .config_checks import finite_and as _finite_and
+from .config_checks import is_text as _is_text
+from .config_checks import require as require
+from .config_parallel import ParallelSettings as ParallelSettings
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ class DataConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Sequences that make one optimizer step."""
+        """Sequences that one data-parallel rank gives to an optimizer step."""
         return self.micro_batch_size * self.gradient_accumulation_steps
 
 
@@ -239,6 +228,8 @@ class TrainConfig:
     """Whether torch.compile is applied to every layer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of being stored."""
+    threads: int | None = None
+    """Threads of a process on a CPU; unset means PyTorch's choice. On cores busy with other work, fewer are faster."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -246,6 +237,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
         usable = bool(self.name) and not set(self.name) & set('/\\:*?"<>|') and self.name not in (".", "..")
@@ -253,3 +245,9 @@ class TrainConfig:
         require(_is_text(self.name), "name", self.name, "UTF-8 text without NUL")
         require(self.folder is None or _is_text(self.folder), "folder", self.folder, "UTF-8 text without NUL")
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+        require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences that make one optimizer step, over all processes; a resolved `parallel.dp_shard` is needed."""
+        return self.data.rows_per_step * self.parallel.dp_replicate * max(1, self.parallel.dp_shard)
