@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llama_core import LlamaConfig
 
 from .config import ParallelConfig
+from .schedules import micro_batch_faults, stages_of_rank
+from .stage_layers import check_layers
 
 _SHOWN = 3
 
@@ -21,6 +23,10 @@ def check_layout(
     global_batch: int,
     context: str = "ring",
     sequence_parallel: bool = True,
+    schedule: str = "1f1b",
+    virtual_stages: int | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    micro_batches: int | None = None,
 ) -> None:
     """Raise unless the layout can train the model.
 
@@ -31,18 +37,23 @@ def check_layout(
         global_batch: rows of one optimizer step, over all data-parallel ranks together.
         context: how a sequence is shared over cp, "ring" (zigzag) or "ulysses".
         sequence_parallel: whether tensor-parallel ranks also share the sequence outside the products.
+        schedule, virtual_stages, layers_per_stage: of the pipeline, as in `ParallelPlan`.
+        micro_batches: of one data-parallel rank in a step; None: not known yet, and not checked.
 
     Raises:
         ValueError: every reason, and the nearest layouts that work, of as many processes if there are any.
     """
     if context not in ("ring", "ulysses"):
         raise ValueError(f"context = {context!r}: must be 'ring' or 'ulysses'")
-    for name, value in (("sequence_length", sequence_length), ("global_batch", global_batch)):
-        if value < 1:
+    sizes = {"sequence_length": sequence_length, "global_batch": global_batch, "micro_batches": micro_batches}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")
+    virtual = stages_of_rank(schedule, virtual_stages)
 
     def reasons(candidate: ParallelConfig) -> list[str]:
-        return list(_faults(candidate, model, sequence_length, global_batch, context, sequence_parallel))
+        general = _faults(candidate, model, sequence_length, global_batch, context, sequence_parallel)
+        return [*general, *_pipeline_faults(candidate, model, schedule, virtual, layers_per_stage, micro_batches)]
 
     found = reasons(layout)
     if not found:
@@ -86,10 +97,31 @@ def _faults(
         local = heads // layout.tp
         if local % layout.cp:
             yield f"{local} attention heads of a tensor-parallel rank do not divide over cp {layout.cp}"
-    if layout.pp > model.num_hidden_layers:
-        yield f"{model.num_hidden_layers} layers are fewer than pp {layout.pp}"
     if batch % layout.dp:
         yield f"a global batch of {batch} does not divide over {layout.dp} data-parallel ranks"
+
+
+def _pipeline_faults(
+    layout: ParallelConfig,
+    model: LlamaConfig,
+    schedule: str,
+    virtual: int,
+    layers: Sequence[int] | None,
+    micro_batches: int | None,
+) -> Iterator[str]:
+    if layout.pp == 1:
+        return
+    stages = layout.pp * virtual
+    if stages > model.num_hidden_layers:
+        each = "" if virtual == 1 else f" with {virtual} stages on each rank"
+        yield f"{model.num_hidden_layers} layers are fewer than pp {layout.pp}{each}"
+    elif layers is not None:
+        try:
+            check_layers(layers, model, stages)
+        except ValueError as error:
+            yield str(error)
+    if micro_batches is not None:
+        yield from micro_batch_faults(schedule, layout.pp, micro_batches)
 
 
 def _rows_of_last(rows: int, parts: int) -> int:

@@ -23,9 +23,10 @@ from .deferred_products import defer_products
 from .mesh import batch_group, parameter_mesh
 from .pipeline import Pipeline
 from .replicate import Replication
-from .schedules import virtual_stages
+from .schedules import stages_of_rank
 from .sequence_shards import shard_positions
-from .stages import cut, separate, stage_layers
+from .stage_layers import stage_layers
+from .stages import cut, separate
 from .tensor_parallel import apply_tensor_parallel
 
 _KEPT = tuple(f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single"))
@@ -152,7 +153,7 @@ def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None
     """
     plan = ParallelPlan() if plan is None else plan
     check_context(model.config, mesh, plan.context)
-    pp, virtual = mesh["pp"].size(), virtual_stages(plan.schedule, plan.virtual_stages)
+    pp, virtual = mesh["pp"].size(), stages_of_rank(plan.schedule, plan.virtual_stages)
     stages = stage_layers(model.config, pp * virtual, plan.layers_per_stage) if pp > 1 else ()
     own = range(mesh.get_local_rank("pp"), len(stages), pp)
     if stages:

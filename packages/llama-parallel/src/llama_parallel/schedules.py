@@ -42,13 +42,13 @@ def bubble(schedule: str, pp: int, micro_batches: int, *, virtual: int = 1) -> f
     for name, value in (("pp", pp), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")
-    # In units of a stage's time for one micro-batch, forward and backward: v · m of work, and pp - 1 of waiting, of
-    # which the deferred third of a backward fills all but the last forward's length.
+    # In units of a stage's time for one micro-batch, forward and backward: v · m of work, pp - 1 of waiting. Putting off
+    # products for weights, a third of the work, fills two thirds of the waiting (Qi et al., table 1: F + B - W each).
     waiting = (pp - 1) / (3 if schedule == "zero_bubble" else 1)
     return waiting / (virtual * micro_batches + waiting)
 
 
-def virtual_stages(schedule: str, wanted: int | None) -> int:
+def stages_of_rank(schedule: str, wanted: int | None) -> int:
     """Stages of each rank: what is wanted, or by default 2 where the schedule is made for several, else 1."""
     check_schedule(schedule)
     virtual = (2 if schedule == "interleaved_1f1b" else 1) if wanted is None else wanted
