@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core import Llama, LlamaConfig, preset
@@ -22,6 +23,7 @@ from llama_parallel.layout import describe
 from llama_parallel.parity import (
     Record,
     Task,
+    _gradients,
     differences,
     make_parallel,
     relative,
@@ -127,6 +129,26 @@ def test_compiled_layers() -> None:
     """Each layer is one graph with its collectives in it; "aot_eager" traces like the default and needs no compiler."""
     plan = ParallelPlan(compile=True, compile_options={"backend": "aot_eager"}, activation_checkpointing="selective")
     check(task(steps=1, attention_bias=True), ParallelConfig(dp_shard=2, tp=2), plan)
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelConfig(dp_replicate=2), ParallelConfig(dp_shard=2), ParallelConfig(tp=2)], ids=describe
+)
+def test_b33_two_calls_add_up(layout: ParallelConfig) -> None:
+    """What the first call summed over ranks is not summed again by the second."""
+    job = task(steps=2)
+
+    def work(rank: int) -> dict[str, Tensor]:
+        parallel = make_parallel(job, layout)
+        for tokens, targets in zip(job.tokens, job.targets, strict=True):
+            accumulate_gradients(parallel, shares(parallel, tokens, targets))
+        return _gradients(parallel.model)
+
+    steps = (replace(job, tokens=job.tokens[at], targets=job.targets[at]) for at in (slice(0, 1), slice(1, 2)))
+    first, second = (train_alone(step).gradients for step in steps)
+    for found in run_ranks(work, 2):
+        for name in first:
+            assert relative(found[name], first[name] + second[name]) < TOLERANCE, name
 
 
 def test_no_unmasked_token_at_all() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama_core import Llama
 
 from .mesh import batch_group
 from .parallel import Parallel
+from .tied_embedding import tied_end
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,42 @@ def accumulate_gradients(
         return sum_of_losses(hidden, model, batch, ignore_index) / count.clamp(min=1)
 
     total = _zero(parallel, torch.promote_types(next(parallel.model.parameters()).dtype, torch.float32))
-    if parallel.pipeline is not None:
-        of_last = parallel.pipeline.accumulate(parallel, micro_batches, loss_of)
-        total += 0 if of_last is None else of_last
-    else:
-        for number, batch in enumerate(micro_batches, start=1):
-            parallel.set_gradient_sync(number == len(micro_batches))
-            hidden = parallel.forward(batch.tokens, batch.positions, batch.documents)
-            loss = loss_of(hidden, parallel.model, batch)
-            loss.backward()
-            total += loss.detach()
+    with set_aside(summed_later(parallel)):
+        if parallel.pipeline is not None:
+            of_last = parallel.pipeline.accumulate(parallel, micro_batches, loss_of)
+            total += 0 if of_last is None else of_last
+        else:
+            for number, batch in enumerate(micro_batches, start=1):
+                parallel.set_gradient_sync(number == len(micro_batches))
+                hidden = parallel.forward(batch.tokens, batch.positions, batch.documents)
+                loss = loss_of(hidden, parallel.model, batch)
+                loss.backward()
+                total += loss.detach()
     return sum_of_ranks(parallel, total), count
+
+
+def summed_later(parallel: Parallel) -> list[nn.Parameter]:
+    """Parameters whose `grad` is summed over ranks where it lies: all that are replicated, and tied ends of a pipeline.
+
+    FSDP sums what its backward passes made, and adds that to what was there.
+    """
+    pipeline = parallel.pipeline
+    if parallel.replication is not None or (pipeline is not None and pipeline.replicas is not None):
+        return list(parallel.model.parameters())
+    end = None if pipeline is None else tied_end(parallel.model)
+    return [] if end is None else [end]
+
+
+@contextmanager
+def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Gradients of earlier calls, which are sums over ranks already, do not take part; they are added at the end."""
+    before = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    yield
+    with torch.no_grad():
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def sum_of_losses(hidden: Tensor, model: Llama, batch: MicroBatch, ignore_index: int) -> Tensor:

@@ -22,7 +22,7 @@ from llama_core import Llama
 from .deferred_products import DeferredProducts
 from .replicate import GradientBuckets
 from .schedules import torch_schedule
-from .tied_embedding import set_aside, sum_ends
+from .tied_embedding import sum_ends
 
 if TYPE_CHECKING:
     from .gradients import MicroBatch
@@ -70,6 +70,8 @@ class Pipeline:
     def accumulate(self, parallel: Parallel, batches: Sequence[MicroBatch], loss_of: LossOf) -> Tensor | None:
         """Run all micro-batches forward and backward, sum gradients over replicas and between tied ends.
 
+        What is summed here must not have been summed before: see `gradients.summed_later`.
+
         Args:
             parallel: this rank's model and mesh.
             batches: all of one shape, the same on every rank of the pipeline.
@@ -85,7 +87,6 @@ class Pipeline:
         if len(shapes) > 1:
             raise ValueError(f"micro-batches of shapes {shapes}: those of one step through a pipeline must be alike")
         schedule = self._schedule(parallel, len(batches), shapes[0])
-        before = set_aside(self.model)
         self._batches, self._parallel, self._loss_of = batches, parallel, loss_of
         losses: list[Tensor] = []
         # The targets of torch's signature are the micro-batches' numbers: what the loss needs is here already.
@@ -96,7 +97,7 @@ class Pipeline:
                 self._buckets = GradientBuckets(self.model.parameters(), self.replicas)
                 self._buckets.enabled = False
             self._buckets.finish()
-        sum_ends(self.model, before, self.group)
+        sum_ends(self.model, self.group)
         return None if self.last is None else torch.stack([loss.detach() for loss in losses]).sum()
 
     def hidden_shape(self, parallel: Parallel, tokens: Sequence[int]) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ def bubble(schedule: str, pp: int, micro_batches: int, *, virtual: int = 1) -> f
     """The share of a step in which a rank waits for others: 0 for no pipeline.
 
     With equal stages, free communication, and a backward pass of twice the forward's time, half of it for the
-    gradients of weights. Exact from pp micro-batches on (zero_bubble: 2 pp); fewer leave more idle.
+    gradients of weights. Exact for multiples of pp (zero_bubble: from 2 pp on); other numbers leave more idle.
 
     Args:
         schedule: one of `SCHEDULES`.
@@ -42,8 +42,8 @@ def bubble(schedule: str, pp: int, micro_batches: int, *, virtual: int = 1) -> f
     for name, value in (("pp", pp), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")
-    # In units of a stage's time for one micro-batch, forward and backward: v · m of work, pp - 1 of waiting. Putting off
-    # products for weights, a third of the work, fills two thirds of the waiting (Qi et al., table 1: F + B - W each).
+    # In units of a stage's time for one micro-batch, both ways: v · m of work, pp - 1 of waiting. Putting off products
+    # for weights, a third of the work, fills two thirds of the waiting (Qi et al., table 1: F + B - W each).
     waiting = (pp - 1) / (3 if schedule == "zero_bubble" else 1)
     return waiting / (virtual * micro_batches + waiting)
 

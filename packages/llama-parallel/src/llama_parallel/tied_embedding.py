@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -35,22 +35,12 @@ def counted_elsewhere(model: nn.Module) -> frozenset[str]:
     return frozenset({HEAD}) if last else frozenset()
 
 
-def set_aside(model: Llama) -> Tensor | None:
-    """Take away what the tied matrix's gradient was before this step: it is the sum of both ends already."""
-    end = tied_end(model)
-    if end is None:
-        return None
-    before, end.grad = end.grad, None
-    return before
-
-
 @torch.no_grad()
-def sum_ends(model: Llama, before: Tensor | None, group: ProcessGroup) -> None:
-    """Add the other end's gradient of this step, and what was `set_aside`; called by all ranks, of use to two.
+def sum_ends(model: Llama, group: ProcessGroup) -> None:
+    """Add the other end's gradient, none of which may be a sum of both already; called by all ranks, of use to two.
 
     Args:
         model: this rank's part.
-        before: of `set_aside`.
         group: the pipeline's ranks.
     """
     end = tied_end(model)
@@ -68,5 +58,3 @@ def sum_ends(model: Llama, before: Tensor | None, group: ProcessGroup) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     local += other
-    if before is not None:
-        end.grad += before
