@@ -54,7 +54,7 @@ def column_products(
         (B, S, F_i) for each weight.
     """
     later = None
-    if deferred is not None and torch.is_grad_enabled():
+    if deferred is not None and torch.is_grad_enabled() and x.requires_grad:
         later = deferred, [Held(weight) for weight in weights]
         weights = [weight.detach() for weight in weights]
     outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, axis, sequence_parallel, later, *weights, *biases)

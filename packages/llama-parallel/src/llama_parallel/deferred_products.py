@@ -43,8 +43,8 @@ class DeferredProducts:
         return work
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear`, whose gradient for the weight is put off."""
-        if not (torch.is_grad_enabled() and weight.requires_grad):
+        """`F.linear`, whose gradient for the weight is put off. Without one for x, there is nothing to do before it."""
+        if not (torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
             return F.linear(x, weight, bias)
         out: Tensor = _Product.apply(x, weight.detach(), bias, Held(weight), self)
         return out
