@@ -23,6 +23,8 @@ class Row:
     ms: float
     ceiling_ms: float  # the same bytes copied, or the same products
     note: str = ""
+    flops: float = 0.0  # operations and bytes that cannot be avoided, for the roofline
+    nbytes: float = 0.0
 
     @property
     def fraction(self) -> float:
@@ -91,14 +93,20 @@ def both_ways(
     inputs: list[Tensor],
     grads: list[Tensor],
     tensors: tuple[int, int],
+    operations: tuple[int, int],
 ) -> Iterator[Row]:
-    """Rows of an operation that is bound by memory; `tensors` of the inputs' size move forward and backward."""
-    size = max(x.nbytes for x in inputs)
+    """Rows of an operation that is bound by memory; `tensors` of the inputs' size move forward and backward.
+
+    `operations` are the additions, products and the like for one element, forward and backward.
+    """
+    size, count = max(x.nbytes for x in inputs), max(x.numel() for x in inputs)
     ceilings = copying(tensors[0] * size), copying(tensors[1] * size)
     for who, function in rivals.items():
         forward, backward = forward_and_backward(function, inputs, grads)
-        yield Row(f"{name} forward", who, forward, ceilings[0], f"{tensors[0] * size / forward / 1e9:.2f} TB/s")
-        yield Row(f"{name} backward", who, backward, ceilings[1], f"{tensors[1] * size / backward / 1e9:.2f} TB/s")
+        for i, (way, ms) in enumerate((("forward", forward), ("backward", backward))):
+            nbytes = tensors[i] * size
+            rate = f"{nbytes / ms / 1e9:.2f} TB/s"
+            yield Row(f"{name} {way}", who, ms, ceilings[i], rate, operations[i] * count, nbytes)
 
 
 def commit() -> str:
@@ -106,14 +114,25 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def plot(rows: list[Row], path: str) -> None:
-    """Bars of the fraction of the ceiling."""
+def plot(rows: list[Row], path: str, copy_rate: float, matrix_rate: float) -> None:
+    """The roofline (Williams et al. 2009) of our own rows: operations per second over operations per byte.
+
+    `copy_rate` in bytes/s and `matrix_rate` in FLOP/s are the roofs, both measured in the same run.
+    """
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(9, 0.22 * len(rows) + 1))
-    axes.barh([f"{row.operation}: {row.who}" for row in rows], [row.fraction for row in rows])
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("fraction of the ceiling (the same bytes copied, or the same products in bf16)")
-    axes.invert_yaxis()
-    axes.tick_params(labelsize=6)
+    figure, axes = pyplot.subplots(figsize=(10, 6.5))
+    knee = matrix_rate / copy_rate
+    axes.loglog([0.2, knee, 2e4], [0.2 * copy_rate, matrix_rate, matrix_rate], color="black")
+    axes.annotate(f"copy, {copy_rate / 1e12:.2f} TB/s", (0.25, 0.3 * copy_rate), rotation=38)
+    axes.annotate(f"bf16 products, {matrix_rate / 1e12:.0f} TFLOP/s", (knee, 1.1 * matrix_rate))
+    shown = [row for row in rows if row.flops and row.nbytes]
+    for number, row in enumerate(shown):
+        x, y = row.flops / row.nbytes, row.flops / row.ms * 1e3
+        label = f"{number + 1} {row.operation} ({row.who})"
+        axes.plot([x], [y], marker="o", linestyle="", label=label, color=f"C{number % 10}")
+        axes.annotate(str(number + 1), (x, y), textcoords="offset points", xytext=(4, -9 if number % 2 else 4))
+    axes.set_xlabel("operations per byte that has to move")
+    axes.set_ylabel("operations per second")
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,11 +1,11 @@
 """Every kernel of llama-kernels but attention, against torch, torch.compile and Liger in one run on one GPU.
 
-    python benchmarks/kernels.py [--only rms_norm ...] [--plot roofline.png]
+    python benchmarks/kernels.py [--only rms_norm ...] [--plot roofline.png]    (the plot needs matplotlib)
 
 Times are medians of GPU events. Calls under a millisecond are captured in a CUDA graph, ten in a row, so that Python's
 launch time is in nobody's number. Ceilings are measured in the same run: a copy of as many bytes as the operation has
 to move (each input read once, each output written once), and torch's matrix products. A rival that is not installed is
-left out. Attention has its own script, kernels_attention.py.
+left out. Attention but the paged one has its own script, kernels_attention.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from gpu_timing import BF16, Row, both_ways, commit, copying, events, forward_and_backward, plot, timed
+from kernels_attention import paged_rows
 from torch import Tensor
 
 import llama_kernels
@@ -38,7 +39,7 @@ def rms_norm() -> Iterator[Row]:
     if HAS_LIGER:
         liger = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
         rivals["Liger"] = lambda x, w: liger.apply(x, w, 1e-5, 0.0, "llama", False)
-    yield from both_ways("rms_norm", rivals, [x, weight], [dy], (2, 3))
+    yield from both_ways("rms_norm", rivals, [x, weight], [dy], (2, 3), (4, 9))
 
 
 def add_rms_norm() -> Iterator[Row]:
@@ -54,7 +55,7 @@ def add_rms_norm() -> Iterator[Row]:
         "torch": plain,
         "torch.compile": torch.compile(plain),
     }
-    yield from both_ways("add_rms_norm", rivals, [x, residual, weight], [dy, dtotal], (4, 4))
+    yield from both_ways("add_rms_norm", rivals, [x, residual, weight], [dy, dtotal], (4, 4), (5, 10))
 
 
 def swiglu() -> Iterator[Row]:
@@ -64,7 +65,7 @@ def swiglu() -> Iterator[Row]:
     if HAS_LIGER:
         # Its backward writes over the saved inputs, so repeated calls are right in time only.
         rivals["Liger"] = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
-    yield from both_ways("swiglu", rivals, [gate, up], [dy], (3, 5))
+    yield from both_ways("swiglu", rivals, [gate, up], [dy], (3, 5), (5, 13))
 
 
 def rope() -> Iterator[Row]:
@@ -82,7 +83,8 @@ def rope() -> Iterator[Row]:
     ceiling = copying(nbytes)
     for who, function in rivals.items():
         for way, ms in zip(("forward", "backward"), forward_and_backward(function, [q, k], [dq, dk]), strict=True):
-            yield Row(f"rope {way}", who, ms, ceiling, f"{nbytes / ms / 1e9:.2f} TB/s")
+            rate = f"{nbytes / ms / 1e9:.2f} TB/s"
+            yield Row(f"rope {way}", who, ms, ceiling, rate, 3 * (q.numel() + k.numel()), nbytes)
 
 
 def linear_cross_entropy() -> Iterator[Row]:
@@ -131,7 +133,8 @@ def linear_cross_entropy() -> Iterator[Row]:
         if exact is None:
             exact = exact_weight_gradient(hidden.detach(), weight.detach(), targets, 4096)
         note += f", dweight error {float((grad - exact).norm() / exact.norm()):.1e}"
-        yield Row("linear_cross_entropy forward + backward", who, events(step, 10), ceiling, note)
+        flops, nbytes = 6 * tokens * width * vocabulary, 2 * (hidden.nbytes + weight.nbytes)
+        yield Row("linear_cross_entropy forward + backward", who, events(step, 10), ceiling, note, flops, nbytes)
 
 
 def exact_weight_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -154,10 +157,12 @@ def sample() -> Iterator[Row]:
             logits = (torch.randn(rows, vocabulary, device="cuda") * spread).to(dtype)
             ceiling = events(lambda: torch.empty_like(logits).copy_(logits), 20) / 2  # noqa: B023
             where = f"{str(dtype).removeprefix('torch.')}, spread {spread:g}"
-            for options in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.02}):
+            kinds = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.99}, {"top_k": 50, "top_p": 0.9, "min_p": 0.02})
+            for options in kinds:
                 what = ", ".join(f"{k}={v}" for k, v in options.items()) or "temperature only"
                 ms = timed(lambda: llama_kernels.sample(logits, seeds, **options), inner=3)  # type: ignore[arg-type]  # noqa: B023
-                yield Row(f"sample 256 × 128,256, {what}", f"ours, {where}", ms, ceiling)
+                count, nbytes = 4 * logits.numel(), logits.nbytes
+                yield Row(f"sample 256 × 128,256, {what}", f"ours, {where}", ms, ceiling, "", count, nbytes)
 
     def by_sort() -> Tensor:
         ordered, index = logits.float().sort(dim=1, descending=True)
@@ -187,9 +192,8 @@ def decode_linears() -> Iterator[Row]:
 
             nbytes = sum(t.nbytes for t in layers[0])
             ms = timed(rotate, inner=2) / len(layers)
-            yield Row(
-                f"linear at batch 1, {width} → {outputs}", who, ms, nbytes / rate, f"{nbytes / ms / 1e9:.2f} TB/s"
-            )
+            name, note = f"linear at batch 1, {width} → {outputs}", f"{nbytes / ms / 1e9:.2f} TB/s"
+            yield Row(name, who, ms, nbytes / rate, note, 2 * width * outputs, nbytes)
 
 
 def fp8_matmul() -> Iterator[Row]:
@@ -207,7 +211,8 @@ def fp8_matmul() -> Iterator[Row]:
         ("backward", rounded[1], dense[1], 4),
     ):
         for who, ms in (("ours, casts included", ours), ("bf16 (torch)", theirs)):
-            yield Row(f"fp8_matmul 8192³ {what}", who, ms, theirs, f"{flops * n**3 / ms / 1e9:.0f} TFLOP/s")
+            note, nbytes = f"{flops * n**3 / ms / 1e9:.0f} TFLOP/s", (3 * flops // 2) * x.nbytes
+            yield Row(f"fp8_matmul 8192³ {what}", who, ms, theirs, note, flops * n**3, nbytes)
 
 
 def access() -> Iterator[Row]:
@@ -230,16 +235,21 @@ def access() -> Iterator[Row]:
         )
 
 
-BENCHMARKS = {
-    f.__name__: f
-    for f in (rms_norm, add_rms_norm, swiglu, rope, linear_cross_entropy, sample, decode_linears, fp8_matmul, access)
-}
+def paged_attention() -> Iterator[Row]:
+    rate = 2e9 / copying(2e9)
+    for batch, length, ms, nbytes in paged_rows():
+        name, note = f"paged_attention {batch} × {length} keys", f"{nbytes / ms / 1e9:.2f} TB/s, {nbytes / 1e6:.0f} MB"
+        yield Row(name, "ours, bfloat16", ms, nbytes / rate, note, 4 * batch * length * 32 * 128, nbytes)
+
+
+KINDS = (rms_norm, add_rms_norm, swiglu, rope, linear_cross_entropy, sample, decode_linears, fp8_matmul)
+BENCHMARKS = {f.__name__: f for f in (*KINDS, paged_attention, access)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
-    parser.add_argument("--plot", metavar="PNG", help="draw the fractions (needs matplotlib)")
+    parser.add_argument("--plot", metavar="PNG", help="draw our rows under the measured roofs")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA GPU is needed")
@@ -260,7 +270,8 @@ def main() -> None:
             print(f"| {name} | failed: {type(error).__name__}: {str(error)[:120]} | | | | |", flush=True)
         torch.cuda.empty_cache()
     if options.plot:
-        plot(rows, options.plot)
+        own = [row for row in rows if row.who.startswith(("ours", "int", "fp8"))]
+        plot(own, options.plot, 2e12 / copying(2e9), 2e3 * 8192**3 / products)
 
 
 if __name__ == "__main__":

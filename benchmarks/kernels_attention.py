@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -120,10 +120,8 @@ def copy_rate() -> float:
     return 2 * source.numel() / median(lambda: target.copy_(source))
 
 
-def decode() -> None:
-    rate = copy_rate()
-    print(f"\nDecode, 32/8 heads of 128, pages of 16 in random order; copy {rate / 1e12:.2f} TB/s\n")
-    print("| sequences x keys | cache MB | us | TB/s | of copy |\n|---|---|---|---|---|")
+def paged_rows() -> Iterator[tuple[int, int, float, int]]:
+    """Decode steps over a paged cache, 32/8 heads of 128, pages of 16: (sequences, keys, milliseconds, bytes)."""
     for batch, length in ((1, 32_768), (8, 8192), (16, 8192), (64, 4096), (96, 2048), (256, 1024)):
         pools = []
         for _ in range(3 if batch == 1 else 1):  # one cache of 134 MB would partly stay in L2 from call to call
@@ -132,14 +130,21 @@ def decode() -> None:
             tables = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1)
             lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
             pools.append((torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16), k, v, tables, lens))
-        size = 2 * pools[0][1].numel() * 2
 
         def step(pools: list[tuple[Tensor, ...]] = pools) -> None:
             for pool in pools:
                 paged_attention(*pool)
 
-        seconds = float(do_bench_cudagraph(step, rep=40, return_mode="median")) / 1e3 / len(pools)
-        found = f"{size / 1e6:.0f} | {seconds * 1e6:.1f} | {size / seconds / 1e12:.2f} | {size / seconds / rate:.2f}"
+        ms = float(do_bench_cudagraph(step, rep=40, return_mode="median")) / len(pools)
+        yield batch, length, ms, 2 * pools[0][1].nbytes
+
+
+def decode() -> None:
+    rate = copy_rate()
+    print(f"\nDecode, 32/8 heads of 128, pages of 16 in random order; copy {rate / 1e12:.2f} TB/s\n")
+    print("| sequences x keys | cache MB | us | TB/s | of copy |\n|---|---|---|---|---|")
+    for batch, length, ms, size in paged_rows():
+        found = f"{size / 1e6:.0f} | {ms * 1e3:.1f} | {size / ms / 1e9:.2f} | {size / ms * 1e3 / rate:.2f}"
         print(f"| {batch} x {length} | {found} |", flush=True)
 
 

@@ -13,7 +13,7 @@ def expected(x, packed, scale, minimum):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 17, 70])
-@pytest.mark.parametrize(("outputs", "width"), [(7, 128), (33, 640)])
+@pytest.mark.parametrize(("outputs", "width"), [(7, 128), (33, 640), (33, 8320)])
 def test_values(dtype, rows, outputs, width, device, near):
     packed = quantize_int4(torch.randn(outputs, width, device=device).to(dtype))
     x = torch.randn(rows, width, device=device).to(dtype)

@@ -63,7 +63,7 @@ def _run(
         return losses, d_hidden, d_weight.zero_()
     # Rows of the buffer start at multiples of 128 bytes: 16-byte accesses and aligned products for odd vocabularies.
     stride = cdiv(vocabulary, 64) * 64
-    budget = (GPU_CHUNK_BYTES // (2 if float32_weight_grad else 1)) if hidden.is_cuda else CPU_CHUNK_BYTES
+    budget = GPU_CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES
     size = _chunk_rows(rows, stride * hidden.element_size(), budget)
     buffer = hidden.new_empty(size, stride)
     for start in range(0, rows, size):

@@ -6,7 +6,7 @@ together they are one: the largest of three. With w(x) = exp((x − max) / T),
     top-k: the k-th largest logit (its equals stay)         top-p: the largest t with Σ_{x ≥ t} w ≥ p · Σ_{top-k} w
     min-p: max + T · log(min_p)
 
-A program owns a row and walks over it two to five times; `threshold` says how a threshold is found.
+A program owns a row and walks over it two or three times, rarely more; `threshold` says how a threshold is found.
 
 The draw inverts the cumulative sum in two steps with a random number each, first over blocks and then inside one, so
 that 24 random bits resolve even the rarest of 128k tokens. Random numbers are Philox of (seed, offset).
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from llama_kernels import reference
-from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
-from llama_kernels.threshold import key_of, largest_with, load_tokens, tally, threshold
+from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, shared_memory, tl, triton
+from llama_kernels.threshold import among_kept, key_of, load_sample, load_tokens, tally, threshold
 
 BLOCK = 8192  # tokens per step of a walk, and tokens that may be left in a bracket
 Setting = float | Tensor
@@ -42,11 +42,8 @@ def _sample_kernel(
     temperature = tl.load(temperature_ptr + row)
     inverse_t = 1.0 / tl.maximum(temperature, 1e-30)
 
-    # A sample of the row: stretches of eight neighbours from all over the vocabulary, whose order is not random.
-    column = lane // 8 * tl.maximum(vocabulary * 8 // BLOCK, 8) + lane % 8
-    sampled = load_tokens(row_ptr, column, vocabulary)
-    sampled = tl.where(sampled == sampled, sampled, float("-inf"))
-    base = tl.max(sampled, axis=0)
+    # About the largest logit, so that weights need no rescaling on the first walk.
+    base = tl.max(load_sample(row_ptr, vocabulary, BLOCK), axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)
 
     # First walk: the largest logit and its first place, each lane's largest, and the weight of everything.
@@ -74,17 +71,15 @@ def _sample_kernel(
         if (k > 0) & (k < vocabulary):
             t, mass, kept, high = threshold(
                 row_ptr, kept_ptr, place_ptr, blocks_ptr, vocabulary, t, top, inverse_t, k.to(tl.float32), best,
-                sampled, k.to(tl.float32) / vocabulary, False, BLOCK, STAGES,
+                k.to(tl.float32) / vocabulary, False, BLOCK, STAGES,
             )  # fmt: skip
         p = tl.load(top_p_ptr + row)
         if p < 1.0:
             if (kept >= 0) & (high == above):  # everything that top-k left has been gathered
-                x = tl.load(kept_ptr + lane, mask=lane < kept, other=float("-inf"))
-                weight = tl.where(key_of(x) >= t.to(tl.int32), tl.exp((x - top) * inverse_t), 0.0)
-                t = largest_with(key_of(x), weight, t, above, p * mass)
+                t, _ = among_kept(kept_ptr, kept, t, above, top, inverse_t, p * mass, True, BLOCK)
             else:
                 t, mass, kept, high = threshold(
-                    row_ptr, kept_ptr, place_ptr, blocks_ptr, vocabulary, t, top, inverse_t, p * mass, best, sampled, p,
+                    row_ptr, kept_ptr, place_ptr, blocks_ptr, vocabulary, t, top, inverse_t, p * mass, best, p,
                     True, BLOCK, STAGES,
                 )  # fmt: skip
         min_p = tl.load(min_p_ptr + row)
@@ -150,10 +145,12 @@ def _sample(
     kept = torch.empty(rows, block, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, block, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    stages = 3 if shared_memory(logits) >= 160_000 else 2  # steps of a walk that are under way, 32 KB each
     with device_guard(logits):
         _sample_kernel[(rows,)](
             logits, ids, kept, places, sums, seeds, offsets, temperature, top_k, top_p, min_p,
-            logits.stride(0), vocabulary, BLOCK=block, BLOCKS=blocks, STAGES=1, num_warps=min(max(block // 512, 1), 16),
+            logits.stride(0), vocabulary, BLOCK=block, BLOCKS=blocks, STAGES=stages,
+            num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return ids
 
