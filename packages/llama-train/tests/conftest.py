@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from llama_core import Llama, LlamaConfig, init_weights
-from llama_train import loop
 from llama_train.config import (
     CheckpointConfig,
     DataConfig,
@@ -26,6 +25,7 @@ from llama_train.config import (
     TrainConfig,
 )
 from llama_train.console import Reporter
+from llama_train.trainer import OneProcess
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def stop_after() -> Callable[[int, pytest.MonkeyPatch], None]:
     """`stop_after(step, patch)`: this process gets SIGTERM during that step of the next run, as from a scheduler."""
 
     def stop(step: int, patch: pytest.MonkeyPatch) -> None:
-        original = loop.training_step
+        original = OneProcess.step
         calls = []
 
         def stepping(*arguments: Any) -> Any:
@@ -143,6 +143,6 @@ def stop_after() -> Callable[[int, pytest.MonkeyPatch], None]:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(*arguments)
 
-        patch.setattr(loop, "training_step", stepping)
+        patch.setattr(OneProcess, "step", stepping)
 
     return stop

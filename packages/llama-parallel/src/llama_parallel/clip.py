@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from .mesh import world_group
 from .tied_embedding import counted_elsewhere as _tied_elsewhere
 
+K = TypeVar("K")
+
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, mesh: DeviceMesh, *, counted_elsewhere: Collection[str] = ()
+    model: nn.Module,
+    max_norm: float,
+    mesh: DeviceMesh,
+    *,
+    counted_elsewhere: Collection[str] = (),
+    norms: MutableMapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; a collective call of every rank.
 
@@ -29,6 +37,8 @@ def clip_grad_norm_(
         max_norm: infinity only measures.
         mesh: of `build_mesh`.
         counted_elsewhere: names of parameters here that another pipeline stage has too and counts, besides a tied head.
+        norms: gets the norm of each gradient, of this rank's piece before clipping, where this rank counts it: which
+            one is not finite can be looked up later, when the gradients are gone.
 
     Returns:
         The norm before clipping, a scalar, the same on every rank.
@@ -41,8 +51,15 @@ def clip_grad_norm_(
     counted_elsewhere = {*counted_elsewhere, *_tied_elsewhere(model)}
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     coordinate = [mesh.get_local_rank(name) for name in ("dp_replicate", "dp_shard", "cp", "tp")]
-    counted = [p.grad for name, p in named if name not in counted_elsewhere and _counts_here(p.grad, coordinate)]
-    square = sum_of_squares([_local(grad) for grad in counted if grad is not None], _device(mesh))
+    counted = {
+        name: _local(p.grad)
+        for name, p in named
+        if p.grad is not None and name not in counted_elsewhere and _counts_here(p.grad, coordinate)
+    }
+    square, own_norms = _squares(counted, _device(mesh))
+    if norms is not None:
+        norms.clear()
+        norms.update(own_norms)
     dist.all_reduce(square, group=world_group(mesh))
     norm = square.sqrt()
     if max_norm < float("inf"):
@@ -58,12 +75,17 @@ def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 
     Within a tensor squares are added in float32, or in float64 where one tensor is float64.
     """
-    tensors = [t for t in tensors if t.numel()]  # an uneven shard may be empty
+    return _squares(dict(enumerate(tensors)), device)[0]
+
+
+def _squares(tensors: Mapping[K, Tensor], device: torch.device) -> tuple[Tensor, dict[K, Tensor]]:
+    """The sum of all squares, and each tensor's norm."""
+    tensors = {key: t for key, t in tensors.items() if t.numel()}  # an uneven shard may be empty
     if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    norms = torch._foreach_norm(tensors, 2, dtype=wide)  # one kernel for many tensors
-    return torch.stack(norms).double().square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device), {}
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+    norms = torch._foreach_norm(list(tensors.values()), 2, dtype=wide)  # one kernel for many tensors
+    return torch.stack(norms).double().square().sum(), dict(zip(tensors, norms, strict=True))
 
 
 def nonfinite_gradients(model: nn.Module, mesh: DeviceMesh, *, limit: int = 8) -> list[str]:

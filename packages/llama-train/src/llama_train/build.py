@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from llama_core import (
     preset,
     set_activation_checkpointing,
 )
+from llama_core.parameter_shapes import parameter_shapes
 
 from .attention_choice import choose_attend
 from .config import ModelConfig, TrainConfig
@@ -60,6 +62,11 @@ def model_config(
     given.setdefault("max_position_embeddings", sequence_length)
     rope = RopeConfig() if theta is None else RopeConfig(rope_theta=theta)
     return LlamaConfig(**given, **tokens, rope=rope)
+
+
+def count_parameters(shape: LlamaConfig) -> int:
+    """Of the whole model, a tied head counted once."""
+    return sum(math.prod(size) for size in parameter_shapes(shape).values())
 
 
 def choose_ops(kernels: str, device: torch.device) -> Ops:

@@ -18,11 +18,15 @@ from pathlib import Path
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .world import ALONE, World
+
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial-"
+_FORMAT = 2  # 1 had bfloat16 weights beside their float32 masters
 
 
 class SaveError(RuntimeError):
@@ -37,46 +41,46 @@ class Checkpoint:
     step: int
 
 
-def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: int) -> Checkpoint:
+def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: int, world: World = ALONE) -> Checkpoint:
     """Write a checkpoint and remove all but the newest `keep`.
 
+    With several processes each writes its own shards; rank 0 gives the checkpoint its name after all have written.
+
     Args:
-        folder: holds all checkpoints of a run; made if absent.
+        folder: holds all checkpoints of a run; made if absent. All processes must see the same one.
         step: optimizer steps made.
-        tensors: everything to save, by name.
+        tensors: everything to save, by name; DTensors where a process has a part only.
         keep: at least 1.
+        world: the processes, all of which make this call.
 
     Raises:
-        SaveError: the disk is full or not writable; earlier checkpoints are intact.
+        SaveError: the disk is full or not writable, for one process at least; earlier checkpoints are intact.
     """
     final = folder / f"step-{step:08d}"
     partial = folder / (_PARTIAL + final.name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_partial(folder)
+        world.main_does(lambda: _make_room(folder))
         with warnings.catch_warnings():
             # One process needs no process group; DCP says so each time.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            save(tensors, checkpoint_id=partial, no_dist=True)
-        files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
-        manifest = {"format": 1, "step": step, "files": files}
-        _write(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-        _sync(partial)
-        if final.exists():  # saved before, and the run went back: the same step of the same run
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync(folder)
+            save(tensors, checkpoint_id=partial, no_dist=world.control is None, process_group=world.control)
+        own = world.all_do(lambda: _fingerprints(partial, world))
+        files = {name: entry for entries in world.gather(own) for name, entry in entries.items()}
+        world.main_does(lambda: _commit(partial, final, step, dict(sorted(files.items()))))
     except (OSError, RuntimeError, CheckpointException) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        world.barrier()  # nobody writes any more
+        if world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
-    # Later steps than this one are of checkpoints that were found damaged: they must not push the whole ones out.
-    for old in [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= step][:-keep]:
-        shutil.rmtree(old.path)
+    if world.is_main:
+        # Later steps than this one are of checkpoints that were found damaged: they must not push the whole ones out.
+        for old in [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= step][:-keep]:
+            shutil.rmtree(old.path)
     return Checkpoint(final, step)
 
 
-def load_checkpoint(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place from a checkpoint.
+def load_checkpoint(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World = ALONE) -> None:
+    """Fill `tensors` in place from a checkpoint, of whatever layout; DTensors get their part.
 
     Raises:
         ValueError: the checkpoint holds other names or shapes.
@@ -84,9 +88,14 @@ def load_checkpoint(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            load(tensors, checkpoint_id=checkpoint.path, no_dist=True)
+            load(tensors, checkpoint_id=checkpoint.path, no_dist=world.control is None, process_group=world.control)
     except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise ValueError(f"{checkpoint.path} does not fit this model: {_reason(error)}") from error
+
+
+def stored_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """What it holds, by name."""
+    return frozenset(FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -116,6 +125,8 @@ def _fault(checkpoint: Checkpoint) -> str | None:
     path = checkpoint.path / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != _FORMAT:
+            return f"it has format {manifest['format']}, this version reads {_FORMAT}"
         for name, expected in manifest["files"].items():
             if _fingerprint(checkpoint.path / name) != expected:
                 return f"{name} is not as it was written"
@@ -132,10 +143,32 @@ def _fingerprint(path: Path) -> dict[str, object]:
         return {"size": file.tell(), "sha256": digest}
 
 
-def _remove_partial(folder: Path) -> None:
+def _make_room(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name.startswith(_PARTIAL):
             shutil.rmtree(path)
+
+
+def _fingerprints(partial: Path, world: World) -> dict[str, dict[str, object]]:
+    """Of the files that this process wrote, which DCP calls __RANK_NUMBER.distcp; rank 0 writes the rest too."""
+    others = tuple(f"__{rank}_" for rank in range(world.size) if rank != world.process.rank)
+    mine = f"__{world.process.rank}_"
+    names = [path.name for path in sorted(partial.iterdir())]
+    own = [name for name in names if name.startswith(mine) or (world.is_main and not name.startswith(others))]
+    return {name: _fingerprint(partial / name) for name in own}
+
+
+def _commit(partial: Path, final: Path, step: int, files: dict[str, dict[str, object]]) -> None:
+    for name in files:
+        if not (partial / name).exists():
+            raise OSError(f"{partial / name} was written by another host, and is not here: the folder must be shared")
+    _write(partial / "manifest.json", json.dumps({"format": _FORMAT, "step": step, "files": files}, indent=2) + "\n")
+    _sync(partial)
+    if final.exists():  # saved before, and the run went back: the same step of the same run
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(final.parent)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line. Nothing here imports torch before a run starts, so that help and mistakes answer at once."""
+"""The command line. Nothing here imports torch before work starts, so that help and mistakes answer at once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-_HELP = """usage: llama-train run CONFIG.toml [--section.key VALUE ...]
+_HELP = """usage: llama-train COMMAND ...
 
-Train a Llama.
+Train a Llama, on one process or on many.
 
 commands:
-  run CONFIG.toml   train as the file says; flags override its keys (llama-train run --help lists them)
+  run CONFIG.toml   train as the file says; flags override its keys
 
-The same under torchrun: torchrun --nproc-per-node 1 -m llama_train run CONFIG.toml
+Each explains itself: llama-train run --help. On several processes torchrun starts them:
+  torchrun --nproc-per-node 8 -m llama_train run CONFIG.toml
+  torchrun --nproc-per-node 8 --no-python llama-train run CONFIG.toml
 --version prints the version.
 """
+
+# A command is a module of its name with a function `main(arguments) -> exit status`.
+_COMMANDS = {"run": "cli_run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,42 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama-train {importlib.metadata.version('llama-train')}")
         return 0
     command, *rest = arguments
-    if command != "run":
-        return _fail(f"unknown command {command!r}; the one there is: run", 2)
+    if command not in _COMMANDS:
+        known = ", ".join(_COMMANDS)
+        return _fail(ValueError(f"unknown command {command!r}; there is: {known}"), None, 2)
     try:
-        return _run(rest)
+        status: int = import_module(f".{_COMMANDS[command]}", __package__).main(rest)
+        return status
     except ValueError as error:
-        return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail(error, None, 2)
+    except KeyboardInterrupt as error:
+        return _fail(error, "interrupted", 130)
     except OSError as error:  # a folder that is closed to us, a full disk
         where = "" if error.filename is None else f"{error.filename}: "
-        return _fail(f"{where}{error.strerror or error}", 1)
+        return _fail(error, f"{where}{error.strerror or error}", 1)
+    except RuntimeError as error:
+        if type(error).__module__.partition(".")[0] != __package__:
+            raise  # not one of ours: a fault, whose traceback is wanted
+        return _fail(error, None, 1)
     finally:
         _let_go_of_output()
-
-
-def _run(arguments: list[str]) -> int:
-    import tyro
-
-    from .config import TrainConfig
-    from .config_file import load_config
-
-    file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    asks_help = "-h" in arguments or "--help" in arguments
-    if file is None and not asks_help:
-        raise ValueError("which run? Give a TOML file first: llama-train run CONFIG.toml")
-    default = TrainConfig() if file is None else load_config(file)
-    config = tyro.cli(TrainConfig, args=arguments, default=default, prog=f"llama-train run {file or 'CONFIG.toml'}")
-
-    from .checkpoint import SaveError
-    from .loop import NonFiniteLoss, train
-
-    try:
-        train(config)
-    except (NonFiniteLoss, SaveError) as error:
-        return _fail(str(error), 1)
-    return 0
 
 
 def _let_go_of_output() -> None:
@@ -88,6 +77,21 @@ def _let_go_of_output() -> None:
         pass
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"llama-train: {message}", file=sys.stderr)
+def _fail(error: BaseException, message: str | None, status: int) -> int:
+    """Say what went wrong, once however many processes there are."""
+    rank = ""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from llama_parallel import Process, read_process
+
+        from .failures import is_mine_to_tell, wait_to_be_ended
+
+        try:
+            process = read_process(os.environ)
+        except ValueError:  # that is what went wrong
+            process = Process()
+        if not is_mine_to_tell(error, process):
+            wait_to_be_ended()
+            return status
+        rank = f"rank {process.rank}: " if process.rank else ""
+    print(f"llama-train: {rank}{str(error) if message is None else message}", file=sys.stderr, flush=True)
     return status

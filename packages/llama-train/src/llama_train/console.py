@@ -24,6 +24,11 @@ class Reporter:
         self._bar: Progress | None = None
         self._last_step = 0
 
+    def silence(self) -> None:
+        """Print nothing from now on: another process speaks."""
+        self._console.quiet = True
+        self._wants_bar = False
+
     def note(self, text: str) -> None:
         """Print a line as it is."""
         # soft_wrap: a long line stays one line in a narrow pipe; markup off: [x] in a text sample is no style

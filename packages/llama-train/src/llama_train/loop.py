@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import shlex
 import time
 from dataclasses import dataclass
@@ -12,35 +10,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama_core import Llama, load_tokenizer
-from llama_parallel import read_process
+from llama_core import load_tokenizer
 
-from .attention_choice import choose_attend
 from .batches import TrainingRows, held_out_batches
-from .build import build_model, model_config, resolve
-from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint
+from .build import count_parameters, model_config
+from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint, stored_names
 from .config import TrainConfig
 from .console import Reporter
-from .evaluate import Evaluation, evaluate
+from .evaluate import Evaluation
 from .export import export_model
 from .flops import flops_per_token, mfu, peak_flops
-from .metrics import MetricsFile, StepMetrics, human, peak_memory
-from .optimizer import Optimizer
-from .prepare import PreparedData, prepare
-from .run_folder import RunFolder, open_run_folder
+from .layout_choice import which_process
+from .metrics import MetricsFile, StepMetrics, peak_memory
+from .nonfinite import check_finite
+from .prepare import PreparedData
+from .run_folder import RunFolder, share_run_folder
 from .sample import sample_text
 from .schedule import learning_rate
-from .step import training_step
-from .stopping import StopRequest
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss or the gradient became infinite or NaN; nothing was saved after that."""
+from .startup import memory_told, prepare_once, resolve_run, tell
+from .step import StepResult
+from .stopping import StopRequest, describe
+from .trainer import OneProcess, Trainer
+from .world import World, enter_world
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run ended with."""
+    """What a run ended with; the same on every process, but for the export, which rank 0 alone has."""
 
     folder: Path
     step: int
@@ -55,34 +51,37 @@ class TrainResult:
 def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
     """Train as the settings say, continuing an earlier start of the same run where its folder has a checkpoint.
 
+    Under torchrun every process makes this call; they find each other, and rank 0 prints and writes. A process group
+    that exists already is used.
+
     Args:
         config: the run.
         reporter: prints; by default on standard output.
 
     Raises:
-        ValueError: settings that do not fit each other, the machine or the run folder.
+        ValueError: settings that do not fit each other, the machine, the number of processes or the run folder.
         NonFiniteLoss: the run diverged; its last checkpoint is from before that.
         SaveError: a checkpoint could not be written; earlier ones are intact.
+        OutOfMemory: the model or a step needs more memory than there is.
+        RankError: another process died or hangs.
+        RemoteError: another process failed first, and raised one of these.
     """
-    process = read_process(os.environ)
-    if process.world_size > 1:
-        raise ValueError(
-            f"{process.world_size} processes were started; training on several is not there yet: start one"
-        )
-    config = resolve(config)
-    device = torch.device(config.device)
-    # A shape that doesn't fit together should be told before the text is read; the tokenizer's numbers come later.
-    data = config.data
-    shape = model_config(
-        config.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length, bos_id=None, eos_id=None
-    )
-    # So should a kernel that can't serve it.
-    _, attention = choose_attend(config.attention, shape, data.sequence_length, device, getattr(torch, config.dtype))
+    process = which_process()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    config, device, attention = resolve_run(config, process)
     reporter = reporter or Reporter(progress=config.logging.progress)
-    with reporter, open_run_folder(config) as (folder, changes):
+    if not process.is_main:
+        reporter.silence()
+    with (
+        enter_world(process, device, config.parallel.timeout) as world,
+        memory_told(config),
+        reporter,
+        share_run_folder(config, world) as (folder, changes),
+    ):
         reporter.note(f"run        {folder.path}")
         reporter.note(f"attention  {attention}")
-        run = _Run(config, folder, prepare(data, folder.data, reporter.note), device, reporter)
+        run = _Run(config, folder, prepare_once(config, folder.data, world, reporter), world, reporter)
         run.resume(changes)
         if not run.steps():
             return TrainResult(folder.path, run.done, finished=False)
@@ -93,9 +92,9 @@ class _Run:
     """The state of one run: model, optimizer, and how many steps are done. All else follows from these."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, data: PreparedData, device: torch.device, reporter: Reporter
+        self, config: TrainConfig, folder: RunFolder, data: PreparedData, world: World, reporter: Reporter
     ) -> None:
-        self.config, self.folder, self.data, self.device, self.reporter = config, folder, data, device, reporter
+        self.config, self.folder, self.data, self.world, self.reporter = config, folder, data, world, reporter
         length = config.data.sequence_length
         shape = model_config(
             config.model,
@@ -105,86 +104,87 @@ class _Run:
             eos_id=data.eos_id,
         )
         self.rows = TrainingRows(data.train, length, config.seed, data.bos_id)
-        self.model: Llama = build_model(shape, config, device)
-        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
+        if world.size == 1:
+            self.trainer: Trainer = OneProcess(config, shape, world)
+        else:
+            from .on_ranks import OnRanks  # here: one process needs neither meshes nor FSDP
+
+            self.trainer = OnRanks(config, shape, world)
         self.done = 0
         self.saved: Checkpoint | None = None
-        parameters = self.model.num_parameters()
-        self.flops = flops_per_token(
-            parameters, shape.num_hidden_layers, shape.num_attention_heads * shape.head_width, length
-        )
-        self.peak = peak_flops(device)
-        per_step = config.data.rows_per_step * length
-        total = config.schedule.steps * per_step
-        epochs = total / (self.rows.rows_per_epoch * length)
-        reporter.note(f"model      {human(parameters)} parameters, {config.dtype} on {device.type}")
-        reporter.note(
-            f"batch      {config.data.micro_batch_size} × {length} tokens × {config.data.gradient_accumulation_steps} "
-            f"= {human(per_step)} a step; {config.schedule.steps} steps = {human(total)} tokens, {epochs:.2f} epochs"
-        )
+        width = shape.num_attention_heads * shape.head_width
+        self.flops = flops_per_token(count_parameters(shape), shape.num_hidden_layers, width, length)
+        self.peak = peak_flops(world.device)
+        epochs = config.schedule.steps * config.rows_per_step / self.rows.rows_per_epoch
+        tell(config, shape, self.trainer, epochs, world, reporter)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint holds, live; the data's place and the learning rate follow from the step."""
-        parameters = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        moments = {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
         generators = {"generator.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            generators["generator.cuda"] = torch.cuda.get_rng_state(self.device)
-        return {**parameters, **moments, **generators}
+        if self.world.device.type == "cuda":
+            generators["generator.cuda"] = torch.cuda.get_rng_state(self.world.device)
+        return {**self.trainer.tensors(), **generators}
 
     def resume(self, changes: list[str]) -> None:
         """Take up the newest checkpoint of the folder that is whole, if there is one."""
-        self.saved, passed_over = newest_checkpoint(self.folder.checkpoints)
+        self.saved, passed_over = self.world.main_does(lambda: newest_checkpoint(self.folder.checkpoints))
         for line in passed_over:
             self.reporter.note(f"warning    {line}")
         if self.saved is not None:
             steps = self.config.schedule.steps
             if self.saved.step > steps:
                 raise ValueError(f"schedule.steps is {steps}; {self.saved.path} is already past that: raise it")
-            tensors = self.tensors()
-            generators = [name for name in tensors if name.startswith("generator.")]
-            load_checkpoint(self.saved, tensors)
+            tensors, stored = self.tensors(), stored_names(self.saved)
+            for name in [name for name in tensors if name.startswith("generator.") and name not in stored]:
+                del tensors[name]  # saved on a CPU, resumed on a GPU
+            load_checkpoint(self.saved, tensors, self.world)
+            self.trainer.loaded()
             torch.set_rng_state(tensors["generator.cpu"])
-            if "generator.cuda" in generators:
-                torch.cuda.set_rng_state(tensors["generator.cuda"], self.device)
+            if "generator.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors["generator.cuda"], self.world.device)
             self.done = self.saved.step
             self.reporter.note(f"resumed    step {self.done}, from {self.saved.path}")
             for line in changes:
                 self.reporter.note(f"changed    {line}")
-        self.metrics = MetricsFile(self.folder.metrics, self.done)
+        self.metrics = MetricsFile(self.folder.metrics, self.done) if self.world.is_main else None
 
     def steps(self) -> bool:
         """Train to the last step; False if asked to stop before it. Saved either way."""
-        config, every = self.config, self.config.checkpoint.every
+        config, trainer, world, every = self.config, self.trainer, self.world, self.config.checkpoint.every
         last = config.schedule.steps
         self.reporter.start(self.done, last)
-        unseen: list[tuple[int, Tensor, Tensor]] = []
+        unseen: list[tuple[int, StepResult]] = []
         clock, clock_step = time.perf_counter(), self.done
+        signal = 0
         with StopRequest() as stop:
-            while self.done < last and stop.reason is None:
+            while self.done < last and not signal:
                 step = self.done + 1
-                result = training_step(
-                    self.model,
-                    self.optimizer,
+                agreed = world.start_largest(lambda: stop.number)
+                result = trainer.step(
                     self.rows.micro_batches(
-                        step, config.data.micro_batch_size, config.data.gradient_accumulation_steps
+                        step,
+                        config.data.micro_batch_size,
+                        config.data.gradient_accumulation_steps,
+                        trainer.part,
+                        trainer.parts,
                     ),
                     rate := learning_rate(step, config.optimizer.learning_rate, config.schedule),
                     config.optimizer.max_grad_norm,
                 )
+                signal = agreed()  # the same on all processes, so that all stop after the same step
                 self.done = step
                 self.reporter.advance(step)
                 if result.targets == 0:
                     self.reporter.note(f"warning    step {step} has no token to predict; the weights stay as they are")
-                unseen.append((step, result.loss, result.grad_norm))
+                unseen.append((step, result))
                 shows = step % config.logging.every == 0 or step in (1, last)
                 evaluates = config.evaluation.every > 0 and step % config.evaluation.every == 0 and step < last
                 saves = every > 0 and step % every == 0 and step < last
                 # Reading a number waits for the GPU, so it is done only where there is something to show or keep.
-                if shows or evaluates or saves or self.device.type == "cpu":
+                if shows or evaluates or saves or world.device.type == "cpu":
                     self._check(unseen)
                 if shows:
-                    self._show(step, result.loss, result.grad_norm, rate, step - clock_step, clock)
+                    self._show(step, result, rate, step - clock_step, clock)
                     clock, clock_step = time.perf_counter(), step
                 if evaluates or saves:
                     paused = time.perf_counter()
@@ -199,8 +199,8 @@ class _Run:
         self.reporter.stop()
         if self.done < last:
             self.reporter.note(
-                f"stopped    by {stop.reason} after step {self.done} of {last}; saved. Start the same command again to "
-                "continue"
+                f"stopped    by {describe(signal)} after step {self.done} of {last}; saved. "
+                "Start the same command again to continue"
             )
         return self.done == last
 
@@ -208,13 +208,18 @@ class _Run:
         """Held-out loss, export and text sample of the trained model."""
         result = self._evaluate()
         tokenizer = load_tokenizer(self.data.tokenizer)
-        export = self.folder.export if self.config.checkpoint.export else None
-        if export is not None:
-            export_model(self.model, tokenizer, export)
-            self.reporter.note(f"exported   {export}")
+        export = None
+        if self.config.checkpoint.export:
+            model = self.trainer.whole()
+            if model is not None:
+                export = self.folder.export
+                export_model(model, tokenizer, export)
+                self.reporter.note(f"exported   {export}")
+            del model
         sample = None
         if self.config.evaluation.sample_tokens:
-            sample = sample_text(self.model, tokenizer, self.config.evaluation, self.config.seed)
+            device, seed = self.world.device, self.config.seed
+            sample = sample_text(self.trainer.logits, tokenizer, self.config.evaluation, seed, device)
             self.reporter.note("sample     " + sample.replace("\n", "\n           "))
         if export is not None:
             prompt = shlex.quote(self.config.evaluation.sample_prompt)
@@ -235,8 +240,9 @@ class _Run:
             self.data.bos_id,
             config.evaluation.max_tokens,
         )
-        result = evaluate(self.model, batches)
-        self.metrics.write_evaluation(self.done, result.loss, result.tokens)
+        result = self.trainer.evaluate(batches)
+        if self.metrics is not None:
+            self.metrics.write_evaluation(self.done, result.loss, result.tokens)
         share = 100 * result.fraction_of_chance(self.data.vocab_size)
         self.reporter.note(
             f"held out   step {self.done}: loss {result.loss:.4f} over {result.tokens:,} tokens, perplexity "
@@ -245,33 +251,29 @@ class _Run:
         return result
 
     def _save(self) -> None:
-        self.saved = save_checkpoint(self.folder.checkpoints, self.done, self.tensors(), self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        self.saved = save_checkpoint(self.folder.checkpoints, self.done, self.tensors(), keep, self.world)
         self.reporter.note(f"saved      {self.saved.path}")
 
-    def _show(self, step: int, loss: Tensor, grad_norm: Tensor, rate: float, steps: int, since: float) -> None:
-        per_step = self.config.data.rows_per_step * self.config.data.sequence_length
+    def _show(self, step: int, result: StepResult, rate: float, steps: int, since: float) -> None:
+        if self.metrics is None:
+            return
+        per_step = self.config.rows_per_step * self.config.data.sequence_length
         speed = steps * per_step / (time.perf_counter() - since)
         metrics = StepMetrics(
             step=step,
             tokens=step * per_step,
-            loss=float(loss),
-            grad_norm=float(grad_norm),
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
             learning_rate=rate,
             tokens_per_second=speed,
-            mfu=mfu(speed, self.flops, self.peak),
-            memory=peak_memory(self.device),
+            mfu=mfu(speed / self.world.size, self.flops, self.peak),
+            memory=peak_memory(self.world.device),
         )
         self.reporter.line(metrics)
         self.metrics.write(metrics)
 
-    def _check(self, unseen: list[tuple[int, Tensor, Tensor]]) -> None:
-        for step, loss, grad_norm in unseen:
-            for name, value in (("loss", float(loss)), ("gradient norm", float(grad_norm))):
-                if not math.isfinite(value):
-                    last = "none" if self.saved is None else str(self.saved.path)
-                    raise NonFiniteLoss(
-                        f"the {name} of step {step} is {value}; training stopped, and nothing was saved since; last "
-                        f"checkpoint: {last}. Lower optimizer.learning_rate, {self.config.optimizer.learning_rate}, or "
-                        f"lengthen schedule.warmup_steps, {self.config.schedule.warmup_steps}"
-                    )
+    def _check(self, unseen: list[tuple[int, StepResult]]) -> None:
+        for step, result in unseen:
+            check_finite(step, result, self.world, self.config, None if self.saved is None else self.saved.path)
         unseen.clear()

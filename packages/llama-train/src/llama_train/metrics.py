@@ -70,13 +70,17 @@ class MetricsFile:
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         temporary.replace(path)
         self._path = path
+        self._evaluated = {_step(line) for line in kept if json.loads(line).get("kind") == "held_out"}
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a training line."""
         self._append({"kind": "train", **asdict(metrics)})
 
     def write_evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Append a held-out loss."""
+        """Append a held-out loss; not twice for one step, as when a finished run is started again."""
+        if step in self._evaluated:
+            return
+        self._evaluated.add(step)
         self._append({"kind": "held_out", "step": step, "loss": loss, "tokens": tokens})
 
     def _append(self, record: dict[str, object]) -> None:

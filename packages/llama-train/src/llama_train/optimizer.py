@@ -29,6 +29,7 @@ class Optimizer:
         if not self._parameters:
             raise ValueError("the model has no parameter to train")
         self._trained = {name: self._twin(parameter, config) for name, parameter in self._parameters.items()}
+        self.norms: dict[str, Tensor] = {}
         decayed = [parameter for parameter in self._trained.values() if parameter.ndim >= 2]
         kept = [parameter for parameter in self._trained.values() if parameter.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
@@ -62,10 +63,19 @@ class Optimizer:
                 twin.grad += parameter.grad
             parameter.grad = None
 
+    @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them); the norm before."""
+        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them); the norm before.
+
+        `norms` then holds that of each gradient.
+        """
+        gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+        norms = torch._foreach_norm(list(gradients.values()))
+        self.norms = dict(zip(gradients, norms, strict=True))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         limit = max_norm or float("inf")
-        return torch.nn.utils.clip_grad_norm_(self._trained.values(), limit, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(self._trained.values(), limit, total, foreach=True)
+        return total
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -73,9 +83,14 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
+        self.publish()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the float32 weights into the model's. Without master weights they are the model's already."""
         for parameter, twin in self._twins():
             parameter.copy_(twin)
-        self.zero_grad()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

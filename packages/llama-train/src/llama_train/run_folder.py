@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import list_checkpoints
 from .config import TrainConfig
 from .config_file import dump_config, load_config
+from .world import World
 
 _LOCK = ".lock"
+_OTHER = "choose another name with --name or another folder with --folder"
 
 
 @dataclass(frozen=True)
@@ -64,29 +66,49 @@ def open_run_folder(config: TrainConfig) -> Iterator[tuple[RunFolder, list[str]]
         ValueError: the folder exists and may not be used: it is no run folder, `resume` is "never", another process
             uses it, or its checkpoints are of another model, other data or another seed.
     """
-    run = RunFolder(Path(config.folder) if config.folder is not None else Path("runs") / config.name)
-    other = "choose another name with --name or another folder with --folder"
-    changes: list[str] = []
-    before = None
+    run = RunFolder(run_path(config))
     if run.path.exists() and not run.path.is_dir():
-        raise ValueError(f"{run.path} is a file, not a run folder: {other}")
-    if run.path.is_dir() and any(path.name != _LOCK for path in run.path.iterdir()):
-        if not run.config.is_file():
-            raise ValueError(f"{run.path} exists and is no run folder (it has no config.toml): {other}")
-        if config.resume == "never":
-            raise ValueError(f"{run.path} exists: continue that run with --resume auto, or {other}")
-        before = load_config(run.config)
-    if before is not None and list_checkpoints(run.checkpoints):
-        wrong = _differences(_fixed(before), _fixed(config))
-        if wrong:
-            raise ValueError(f"{run.path} holds another run ({'; '.join(wrong)}): set that back, or {other}")
-        changes = _differences(_free(before), _free(config))
+        raise ValueError(f"{run.path} is a file, not a run folder: {_OTHER}")
+    _check_usable(run, config)  # before anything is made in a folder that is not ours
     run.path.mkdir(parents=True, exist_ok=True)
     with _locked(run.path / _LOCK):
+        changes = _check_usable(run, config)  # again: another process may have been here until now
         temporary = run.config.with_suffix(".tmp")
         temporary.write_text(dump_config(config), encoding="utf-8")
         temporary.replace(run.config)
         yield run, changes
+
+
+@contextmanager
+def share_run_folder(config: TrainConfig, world: World) -> Iterator[tuple[RunFolder, list[str]]]:
+    """`open_run_folder` by rank 0, for all."""
+    with ExitStack() as stack:
+        changes = world.main_does(lambda: stack.enter_context(open_run_folder(config))[1])
+        yield RunFolder(run_path(config)), changes
+
+
+def run_path(config: TrainConfig) -> Path:
+    """Where the run lies."""
+    return Path(config.folder) if config.folder is not None else Path("runs") / config.name
+
+
+def _check_usable(run: RunFolder, config: TrainConfig) -> list[str]:
+    """Settings that changed since the last start; ValueError where the folder may not be used."""
+    if not run.path.is_dir() or all(path.name == _LOCK for path in run.path.iterdir()):
+        return []
+    if not run.config.is_file():
+        raise ValueError(f"{run.path} exists and is no run folder (it has no config.toml): {_OTHER}")
+    if config.resume == "never":
+        raise ValueError(f"{run.path} exists: continue that run with --resume auto, or {_OTHER}")
+    if config.checkpoint.export and run.export.exists() and not run.export.is_dir():
+        raise ValueError(f"{run.export} is a file, and the finished model is to be written there: move it away")
+    before = load_config(run.config)
+    if not list_checkpoints(run.checkpoints):
+        return []
+    wrong = _differences(_fixed(before), _fixed(config))
+    if wrong:
+        raise ValueError(f"{run.path} holds another run ({'; '.join(wrong)}): set that back, or {_OTHER}")
+    return _differences(_free(before), _free(config))
 
 
 @contextmanager
@@ -121,7 +143,7 @@ def _fixed(config: TrainConfig) -> dict[str, object]:
         "data.tokenizer": data.tokenizer,
         "data.vocab_size": data.vocab_size,
         "data.sequence_length": data.sequence_length,
-        "data.micro_batch_size * data.gradient_accumulation_steps": data.rows_per_step,
+        "data.micro_batch_size * data.gradient_accumulation_steps * data-parallel processes": config.rows_per_step,
     }
 
 
@@ -129,7 +151,11 @@ def _free(config: TrainConfig) -> dict[str, object]:
     """What may change, and is worth a line when it does, because later steps follow the new value."""
     return {
         f"{name}.{key}": value
-        for name, section in (("optimizer", config.optimizer), ("schedule", config.schedule))
+        for name, section in (
+            ("optimizer", config.optimizer),
+            ("schedule", config.schedule),
+            ("parallel", config.parallel),
+        )
         for key, value in vars(section).items()
     }
 

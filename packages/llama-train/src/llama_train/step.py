@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     targets: int
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of each gradient that this process holds, before clipping: they tell where a NaN came from."""
 
 
 def training_step(
@@ -37,7 +39,7 @@ def training_step(
         return StepResult(loss, torch.zeros_like(loss), 0)
     grad_norm = optimizer.clip(max_grad_norm)
     optimizer.step(learning_rate)
-    return StepResult(loss, grad_norm, targets)
+    return StepResult(loss, grad_norm, targets, optimizer.norms)
 
 
 def accumulate_gradients(

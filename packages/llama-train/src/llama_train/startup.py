@@ -1,0 +1,149 @@
+"""What must be right before a run begins, and what it tells at its beginning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from llama_core import LlamaConfig
+from llama_parallel import Process
+from llama_parallel.layout import describe
+
+from .attention_choice import choose_attend
+from .batches import held_out_batches
+from .build import count_parameters, model_config, resolve
+from .config import TrainConfig
+from .console import Reporter
+from .layout_choice import check_parallel, fill_in, sizes
+from .metrics import human
+from .prepare import PreparedData, prepare
+from .trainer import Trainer
+from .world import World, local_size
+
+
+class OutOfMemory(RuntimeError):
+    """The model or a step does not fit into memory."""
+
+
+@contextmanager
+def memory_told(config: TrainConfig) -> Iterator[None]:
+    """An allocation that fails is told as such, with the settings that lower the need."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        text = str(error)
+        short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not short and "can't allocate memory" not in text and "not enough memory" not in text:
+            raise
+        size = re.search(r"allocate ([\d.]+ ?\w+)", text)
+        wanted = f" (asked for {_size(size[1])} more)" if size else ""
+        layout = "" if config.device == "cpu" else ", shard the model over more GPUs ([parallel] dp_shard, tp, pp)"
+        raise OutOfMemory(
+            f"out of memory on {config.device}{wanted}: lower data.micro_batch_size, {config.data.micro_batch_size}, "
+            f"or data.sequence_length, {config.data.sequence_length}; set activation_checkpointing to full; "
+            f"or take a smaller model{layout}"
+        ) from error
+
+
+def _size(text: str) -> str:
+    number, unit = re.fullmatch(r"([\d.]+) ?(\w+)", text).groups()  # type: ignore[union-attr]
+    return f"{human(float(number))}B" if unit == "bytes" else text
+
+
+def resolve_run(config: TrainConfig, process: Process) -> tuple[TrainConfig, torch.device, str]:
+    """The settings with every "auto" replaced, this process's device, and the attention's name; nothing is started.
+
+    A shape, a kernel or a layout that cannot work is told here, before any process talks to another and before the
+    text is read; the tokenizer's own numbers come later.
+
+    Raises:
+        ValueError: settings that do not fit each other, the machine or the number of processes.
+    """
+    config = resolve(config)
+    config = replace(config, parallel=fill_in(config.parallel, process.world_size))
+    data = config.data
+    shape = model_config(
+        config.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length, bos_id=None, eos_id=None
+    )
+    device = torch.device(config.device)
+    if process.world_size > 1:
+        check_parallel(config, shape)
+        if device.type == "cuda":
+            if local_size() > torch.cuda.device_count():
+                raise ValueError(
+                    f"{local_size()} processes were started on a host with {torch.cuda.device_count()} GPUs: "
+                    "torchrun --nproc-per-node as many as there are GPUs"
+                )
+            device = torch.device("cuda", process.local_rank)
+    _, attention = choose_attend(config.attention, shape, data.sequence_length, device, getattr(torch, config.dtype))
+    return config, device, attention
+
+
+def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Reporter) -> PreparedData:
+    """Read the text by rank 0; then by one process of every other host, which finds it done where the disk is shared.
+
+    Raises:
+        ValueError: as `prepare`; hosts whose own copies of the text differ; held-out text without any target.
+    """
+
+    def work() -> PreparedData:
+        return prepare(config.data, folder, reporter.note)
+
+    def check(data: PreparedData) -> None:
+        batches = held_out_batches(data.held_out, config.data.sequence_length, 1, data.bos_id)
+        if not any(batch.count for batch in batches):  # the first one has some, as a rule
+            raise ValueError("the held-out text has no token to predict; add text or raise data.held_out_fraction")
+
+    if world.size == 1:
+        data = work()
+        check(data)
+        return data
+    world.main_does(lambda: check(work()))
+    first_of_host = world.process.local_rank == 0
+    world.all_do(lambda: prepare(config.data, folder) if first_of_host else None)
+    data = world.all_do(lambda: prepare(config.data, folder))
+    digests = world.gather(((data.tokenizer / "tokenizer.json").read_bytes(), len(data.train), len(data.held_out)))
+    if any(digest != digests[0] for digest in digests):
+        raise ValueError(f"hosts have different texts in {folder}: give them the same files, or one shared folder")
+    return data
+
+
+def tell(
+    config: TrainConfig, shape: LlamaConfig, trainer: Trainer, epochs: float, world: World, reporter: Reporter
+) -> None:
+    """Model, layout, what each rank holds, and the arithmetic of a batch; a collective call."""
+    rests = "" if trainer.rests_in == getattr(torch, config.dtype) else ", weights at rest in float32"
+    reporter.note(f"model      {human(count_parameters(shape))} parameters, {config.dtype} on {config.device}{rests}")
+    held = world.gather(trainer.held())
+    if world.size > 1:
+        least, most = min(count for count, _ in held), max(count for count, _ in held)
+        span = human(most) if least == most else f"{human(least)} to {human(most)}"
+        reporter.note(f"layout     {describe(sizes(config.parallel))}: {world.size} processes{_how(config)}")
+        reporter.note(
+            f"a rank     holds {span} parameters, up to {max(size for _, size in held) / 1e9:.3g} GB with gradients "
+            "and moments"
+        )
+    data, length = config.data, config.data.sequence_length
+    per_step, steps = config.rows_per_step * length, config.schedule.steps
+    ranks = "" if trainer.parts == 1 else f" × {trainer.parts} data-parallel ranks"
+    reporter.note(
+        f"batch      {data.micro_batch_size} × {length} tokens × {data.gradient_accumulation_steps}{ranks} "
+        f"= {human(per_step)} a step; {steps} steps = {human(steps * per_step)} tokens, {epochs:.2f} epochs"
+    )
+
+
+def _how(config: TrainConfig) -> str:
+    settings = config.parallel
+    parts = []
+    if settings.tp > 1 and settings.sequence_parallel:
+        parts.append("sequence parallel")
+    if settings.cp > 1:
+        parts.append(f"{settings.context} attention")
+    if settings.pp > 1:
+        parts.append(f"schedule {settings.schedule}")
+    return "".join(f", {part}" for part in parts)
