@@ -66,6 +66,22 @@ def apply_fsdp(
     _gather_anew_after_evaluation(model)
 
 
+def widen_gradients(model: nn.Module) -> None:
+    """Bring gradients that were made outside of FSDP's backward passes into the dtype in which ranks sum them.
+
+    FSDP does so at the end of its own passes, and refuses to sum a layer of both kinds. From torch 2.15 at the latest
+    it lets autograd accumulate in that dtype from the start, and there is nothing to do.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+                if hasattr(parameter, "to_accumulated_grad_if_needed"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def _gather_anew_after_evaluation(model: Llama) -> None:
     """What a forward pass without backward has gathered and kept would outlive the next optimizer step: drop it."""
     evaluated = False

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from llama_core import Llama
 
+from .data_parallel import widen_gradients
 from .deferred_products import DeferredProducts
 from .replicate import GradientBuckets
 from .schedules import torch_schedule
@@ -156,3 +157,7 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any) -> Any:
         tokens, keywords = self.arguments(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, (tokens,) if self.is_first else (), keywords, *rest, **named)
+
+    def backward_weight_one_chunk(self, *args: Any, **named: Any) -> None:
+        super().backward_weight_one_chunk(*args, **named)
+        widen_gradients(self.submod)
