@@ -118,7 +118,8 @@ def test_on_a_gpu(attention: str) -> None:
     assert name in wanted.get(attention, (attention,))
 
 
-# The compiler looks at .grad of a layer's input, which is no leaf.
+# The compiler looks at .grad of a layer's input, which is no leaf, and imports what torch 2.11 calls deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
