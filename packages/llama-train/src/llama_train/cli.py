@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ Train a Llama, on one process or on many.
 
 commands:
   run CONFIG.toml   train as the file says; flags override its keys
+  parity            does a layout of processes train the same model as one? largest differences of a small run
 
 Each explains itself: llama-train run --help. On several processes torchrun starts them:
   torchrun --nproc-per-node 8 -m llama_train run CONFIG.toml
@@ -23,7 +25,7 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 """
 
 # A command is a module of its name with a function `main(arguments) -> exit status`.
-_COMMANDS = {"run": "cli_run"}
+_COMMANDS = {"run": "cli_run", "parity": "cli_parity"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"llama-train {importlib.metadata.version('llama-train')}")
         return 0
+    # Gathering a parameter that is cut twice takes torch two steps; it is done for exports and comparisons alone.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     command, *rest = arguments
     if command not in _COMMANDS:
         known = ", ".join(_COMMANDS)
