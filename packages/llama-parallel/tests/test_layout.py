@@ -100,6 +100,44 @@ def test_without_sequence_parallelism_any_length_goes() -> None:
     assert "the 7 tokens" in refused(ParallelConfig(tp=2), length=7)
 
 
+def test_pipelines_that_work() -> None:
+    five = T0.replace(num_hidden_layers=5)
+    check_layout(ParallelConfig(pp=2), five, sequence_length=64, global_batch=8, layers_per_stage=(1, 4))
+    check_layout(ParallelConfig(pp=2), five, sequence_length=64, global_batch=8, schedule="interleaved_1f1b")
+    check_layout(ParallelConfig(pp=4), five, sequence_length=64, global_batch=8, micro_batches=1)
+    check_layout(
+        ParallelConfig(pp=4), five, sequence_length=64, global_batch=8, micro_batches=10, schedule="zero_bubble"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers_per_stage": (2, 2)}, r"layers_per_stage = \(2, 2\): 2 numbers .*, 5 together"),
+        ({"schedule": "interleaved_1f1b", "virtual_stages": 3}, "5 layers are fewer than pp 2 with 3 stages on each"),
+        (
+            {"schedule": "zero_bubble", "micro_batches": 5},
+            "zero_bubble over pp 2 cannot run 5 micro-batches.*; 4 or 6 do",
+        ),
+        (
+            {"schedule": "interleaved_1f1b", "micro_batches": 9},
+            "9 micro-batches: they do not divide into 4 rounds; 8 or 10",
+        ),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "virtual_stages = 2: 1f1b has one stage on each rank"),
+        ({"schedule": "afab"}, "schedule = 'afab': must be one of"),
+        ({"micro_batches": 0}, "micro_batches = 0: must be at least 1"),
+    ],
+)
+def test_pipelines_that_do_not(options: dict[str, object], message: str) -> None:
+    assert re.search(message, refused(ParallelConfig(pp=2), T0.replace(num_hidden_layers=5), **options))
+
+
+def test_a_pipeline_that_does_not_fit_is_advised_of_smaller_ones() -> None:
+    text = refused(ParallelConfig(pp=4), T0.replace(num_hidden_layers=5), schedule="interleaved_1f1b")
+    assert "5 layers are fewer than pp 4 with 2 stages on each rank" in text
+    assert "dp_shard 2 pp 2" in text
+
+
 def test_nonsense_is_refused() -> None:
     assert "sequence_length = 0" in refused(ParallelConfig(), length=0)
     assert "global_batch = -1" in refused(ParallelConfig(), batch=-1)

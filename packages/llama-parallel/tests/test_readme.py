@@ -22,11 +22,14 @@ def code(language: str) -> list[str]:
 
 
 def test_every_block_is_known() -> None:
-    assert [name for name, _ in BLOCKS] == ["python", "bash", "python", "python", "bash"]
+    assert [name for name, _ in BLOCKS] == ["python", "bash", "python", "python", "python", "bash"]
 
 
-def test_the_program_trains_on_four_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp_shard=2, tp=2", "pp=2, tp=2"])
+def test_the_program_trains_on_four_processes(layout: str, tmp_path: Path) -> None:
     program, command = code("python")[0], code("bash")[0].split()
+    program = program.replace("ParallelConfig(dp_shard=2, tp=2)", f"ParallelConfig({layout})")
+    assert layout in program
     assert program.startswith(f"# {command[-1]}\n")
     (tmp_path / command[-1]).write_text(program)
     assert command[0] == "torchrun"
@@ -37,7 +40,8 @@ def test_the_program_trains_on_four_processes(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
-    assert "128 tokens" in done.stdout  # 2 data-parallel ranks of 4 rows of 16
+    tokens = 128 if "dp_shard" in layout else 64  # 2 data-parallel ranks of 4 rows of 16, or 1
+    assert f", {tokens} tokens" in done.stdout
 
 
 def test_the_refused_layout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +65,13 @@ def test_two_processes_share_long_sequences(context: str) -> None:
     first, second = run_ranks(work, 2)
     assert first == second
     assert re.fullmatch(r"loss \d\.\d{4} over 64 tokens\n", first)
+
+
+def test_layers_and_bubbles_are_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    block = code("python")[3]
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    shown = [re.search(r"# (\([\d, ]+\)): ", block), *re.finditer(r"^# (.+)$", block, re.MULTILINE)]
+    assert capsys.readouterr().out.splitlines() == [line[1] for line in shown if line is not None]
 
 
 def test_the_tests_are_where_it_says() -> None:
