@@ -63,6 +63,13 @@ def test_the_start_of_a_document_is_no_target() -> None:
     assert batch.count == int((batch.targets >= 0).sum()) < 200
 
 
+def test_a_masked_target_is_still_an_input() -> None:
+    tokens = TOKENS.copy()
+    tokens[::7] = 0
+    for rows in (1, 3):  # a single row's inputs and targets once shared memory
+        assert (TrainingRows(tokens, 20, seed=0, bos_id=0).rows(0, rows).tokens >= 0).all()
+
+
 def test_too_few_tokens() -> None:
     with pytest.raises(ValueError, match="sequence_length is 501; the 1000 training tokens allow at most 500"):
         TrainingRows(TOKENS, 501, seed=0, bos_id=None)

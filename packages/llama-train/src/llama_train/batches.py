@@ -102,7 +102,8 @@ def held_out_batches(
 
 def _cut(tokens: TokenArray, starts: np.ndarray, length: int, bos_id: int | None) -> Batch:
     windows = torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))
-    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    # clone: a single row is contiguous as it is, and would share its memory with the targets, which are changed below
+    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].clone()
     if bos_id is not None:
         targets[targets == bos_id] = IGNORED
     return Batch(inputs, targets)
