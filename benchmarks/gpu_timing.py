@@ -120,19 +120,20 @@ def plot(rows: list[Row], path: str, copy_rate: float, matrix_rate: float) -> No
     `copy_rate` in bytes/s and `matrix_rate` in FLOP/s are the roofs, both measured in the same run.
     """
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(10, 6.5))
+    figure, axes = pyplot.subplots(figsize=(11, 6.5))
     knee = matrix_rate / copy_rate
-    axes.loglog([0.2, knee, 2e4], [0.2 * copy_rate, matrix_rate, matrix_rate], color="black")
-    axes.annotate(f"copy, {copy_rate / 1e12:.2f} TB/s", (0.25, 0.3 * copy_rate), rotation=38)
-    axes.annotate(f"bf16 products, {matrix_rate / 1e12:.0f} TFLOP/s", (knee, 1.1 * matrix_rate))
+    axes.loglog([0.4, knee, 2e4], [0.4 * copy_rate, matrix_rate, matrix_rate], color="black", linewidth=1)
+    axes.annotate(f"copy, {copy_rate / 1e12:.2f} TB/s", (8, 14 * copy_rate), rotation=45)
+    axes.annotate(f"bf16 products, {matrix_rate / 1e12:.0f} TFLOP/s", (knee, 0.6 * matrix_rate))
     shown = [row for row in rows if row.flops and row.nbytes]
-    for number, row in enumerate(shown):
+    kinds = list(dict.fromkeys(row.operation.split()[0] for row in shown))
+    for row in shown:
         x, y = row.flops / row.nbytes, row.flops / row.ms * 1e3
-        label = f"{number + 1} {row.operation} ({row.who})"
-        axes.plot([x], [y], marker="o", linestyle="", label=label, color=f"C{number % 10}")
-        axes.annotate(str(number + 1), (x, y), textcoords="offset points", xytext=(4, -9 if number % 2 else 4))
+        kind = kinds.index(row.operation.split()[0])
+        label = f"{row.operation} ({row.who}): {row.fraction:.2f}"
+        axes.plot([x], [y], marker="os^vDPX*h<"[kind % 10], linestyle="", label=label, alpha=0.8, color=f"C{kind % 10}")
     axes.set_xlabel("operations per byte that has to move")
     axes.set_ylabel("operations per second")
-    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5), title="of its own ceiling", title_fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
