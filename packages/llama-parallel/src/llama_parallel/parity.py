@@ -64,11 +64,12 @@ class Record:
     """Of each parameter after the last step: where this rank's part lies, and its digest."""
 
 
-def train_alone(task: Task) -> Record:
-    """One process, the whole global batch at once: the oracle."""
+def train_alone(task: Task, device: torch.device | str = "cpu") -> Record:
+    """One process, the whole global batch at once: the oracle. On the layout's kind of device: cosines, which are
+    float32 always, differ in the last bit between CPU and GPU, and float64 comparisons would see it."""
     with torch.device("meta"):
         model = Llama(task.model)
-    model = model.to(task.dtype).to_empty(device="cpu")
+    model = model.to(task.dtype).to_empty(device=device)
     init_weights(model, task.seed)
     if task.prepare is not None:
         task.prepare(model)
@@ -76,6 +77,8 @@ def train_alone(task: Task) -> Record:
     for tokens, targets, documents in _steps(task):
         model.zero_grad()
         assert model.lm_head is not None
+        tokens, targets = tokens.to(device), targets.to(device)
+        documents = None if documents is None else documents.to(device)
         packed = () if documents is None else (positions_from_documents(documents), PackedAttend(documents))
         hidden = model(tokens, *packed)
         loss_sum = model.ops.linear_cross_entropy(hidden, model.lm_head.weight, targets, reduction="sum")
