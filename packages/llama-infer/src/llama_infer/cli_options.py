@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w./@-]*")
 
 
+def model_path(model: str | None) -> Path:
+    """Where --model lies, the embedded model for None; what may be a name on a hub is passed on as it is.
+
+    Raises:
+        ValueError: there is nothing, found out without the seconds that torch takes to import.
+    """
+    try:
+        path = embedded_model() if model is None else Path(model).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that is closed to us, ~nobody
+        raise ValueError(f"--model {model!r}: {getattr(error, 'strerror', None) or error}") from None
+    if not exists and not _HUB_NAME.fullmatch(model or ""):
+        raise ValueError(f"{path} does not exist; --model wants a model's folder, a .gguf file or a name on a hub")
+    return path
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     model: str | None = None
@@ -36,13 +52,7 @@ class ModelOptions:
 
     def load(self) -> LLM:
         """The model. Raises ValueError where there is none, without the seconds that torch takes to import."""
-        try:
-            path = embedded_model() if self.model is None else Path(self.model).expanduser()
-            exists = path.exists()
-        except (OSError, RuntimeError) as error:  # a name too long, a folder that is closed to us, ~nobody
-            raise ValueError(f"--model {self.model!r}: {getattr(error, 'strerror', None) or error}") from None
-        if not exists and not _HUB_NAME.fullmatch(self.model or ""):
-            raise ValueError(f"{path} does not exist; --model wants a model's folder, a .gguf file or a name on a hub")
+        path = model_path(self.model)
         from .llm import LLM
 
         return LLM(
