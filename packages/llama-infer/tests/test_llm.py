@@ -261,7 +261,14 @@ def test_stream_refuses_at_once(short: LLM) -> None:
     [
         ({"max_model_len": 65}, "max_model_len must be from 2 to the model's context 64, got 65"),
         ({"max_model_len": 1}, "got 1"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"max_model_len": 2.5}, "max_model_len must be a whole number of at least 1, got 2.5"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1, got 0"),
+        ({"block_size": True}, "block_size must be a whole number of at least 1, got True"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], got 0"),
+        ({"enforce_eager": 1}, "enforce_eager must be True or False, got 1"),
+        ({"kernels": "fast"}, "kernels must be 'auto' or 'plain', got 'fast'"),
+        ({"attention": "ring"}, "attention must be one of auto, sdpa, flash, triton, plain, got 'ring'"),
+        ({"kv_cache_memory_bytes": 4096, "max_model_len": 64}, "holds 16 tokens, the context is 64; lower"),
         ({"generation_config": "vllm"}, "must be 'auto' or 'off', got 'vllm'"),
     ],
 )
@@ -320,5 +327,5 @@ def test_end_ids_outside_the_vocabulary(make_model: MakeModel, tokenizer: Tokeni
 def test_a_model_of_nan_is_an_error_and_no_text(make_model: MakeModel, temperature: float) -> None:
     model = make_model()
     model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="largest logit of row 0 is nan"):
+    with pytest.raises(ValueError, match="prompt 0: the largest logit is nan"):
         LLM(model).generate([1, 2], SamplingParams(temperature=temperature, max_tokens=2))

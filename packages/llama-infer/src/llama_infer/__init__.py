@@ -3,11 +3,15 @@
 from typing import TYPE_CHECKING
 
 from .outputs import FinishReason as FinishReason
+from .outputs import Logprob as Logprob
 from .outputs import RequestOutput as RequestOutput
+from .outputs import Sample as Sample
 from .outputs import StreamChunk as StreamChunk
+from .outputs import Timings as Timings
 from .sampling_params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM as AsyncLLM
     from .llm import LLM as LLM
 
 
@@ -17,4 +21,8 @@ def __getattr__(name: str) -> object:
         from .llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from .async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,143 +1,127 @@
-"""Batches of sequences through the model: the prompts in one go, then one token a step for all that still run."""
+"""The engine: schedule, run, draw, collect; again and again, while anybody waits for tokens."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from llama_core import Llama, sample
-
-from .outputs import StreamChunk
+from .logprobs import LogprobWriter
+from .runner import ModelRunner
+from .sampler import Drawn, Sampler, needs_history
+from .scheduler import Scheduler, Work
 from .sequence import Sequence
-from .static_cache import StaticKVCache
 
-FIRST_ROOM = 256
-"""Slots for new tokens that a cache begins with; it doubles when they are used up."""
-PREFILL_TOKENS = 8192
-"""The most prompt tokens, over all rows, in one pass of the model: it bounds the memory of activations."""
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that was sent off."""
+
+    batch: list[Work]
+    drawing: list[Work]
+    drawn: Drawn | None
+    logits: Tensor
 
 
 class Engine:
-    """Generates with one model. Threads may share it; each of their batches runs on its own.
+    """Generates with one model. Threads may share it: whoever waits takes the next step, for all that run.
 
     Args:
-        model: in evaluation mode, on the device it is to run on.
-        max_model_len: the longest sequence, prompt and new tokens together.
-        max_num_seqs: the most sequences in one batch.
+        scheduler, runner, sampler, logprobs: its parts.
+        overlap: send a step off before the tokens of the one before are on the host; for a GPU.
     """
 
-    def __init__(self, model: Llama, max_model_len: int, max_num_seqs: int) -> None:
-        self.model = model
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
-        self._warm: tuple[list[int], StaticKVCache] | None = None
-        self._taking = threading.Lock()
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler, logprobs: LogprobWriter, overlap: bool
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.logprobs = logprobs
+        self.overlap = overlap
+        self._under_way: _Step | None = None
+        self._turn = threading.RLock()
 
-    def run(self, sequences: list[Sequence]) -> Iterator[list[tuple[Sequence, StreamChunk]]]:
-        """Runs all to their ends; yields after each step what it added to which sequence."""
-        # Prompts of similar length together: less padding in the first pass.
-        by_length = sorted(sequences, key=lambda sequence: len(sequence.prompt_ids))
-        for start in range(0, len(by_length), self.max_num_seqs):
-            yield from self._run_batch(by_length[start : start + self.max_num_seqs])
+    def add(self, sequence: Sequence) -> None:
+        with self._turn:
+            self.scheduler.add(sequence)
 
-    def _run_batch(self, running: list[Sequence]) -> Iterator[list[tuple[Sequence, StreamChunk]]]:
-        alone = running[0] if len(running) == 1 else None
-        cache = self._take_cache(running)
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence now; its memory is free at once. One that has ended stays as it is."""
+        with self._turn:
+            sequence.abort()
+            self.scheduler.remove(sequence)
+
+    def run(self, sequences: list[Sequence]) -> Generator[None, None, None]:
+        """Runs all to their ends, taking turns with others; yields after each step."""
         try:
-            logits = self._prefill(cache, running)
-            while True:
-                tokens = next_tokens(logits, running)
-                yield [(sequence, sequence.append(token)) for sequence, token in zip(running, tokens, strict=True)]
-                alive = [row for row, sequence in enumerate(running) if sequence.finish_reason is None]
-                if not alive:
-                    return
-                if len(alive) < len(running):
-                    cache.keep(alive)
-                    running = [running[row] for row in alive]
-                logits = self._decode(cache, running)
-        finally:
-            if alone is not None:  # also after Ctrl-C: the next turn of a chat begins with these tokens
-                self._warm = [*alone.prompt_ids, *alone.token_ids][: cache.lengths[0]], cache
+            for sequence in sequences:
+                self.add(sequence)
+            while not all(sequence.has_ended() for sequence in sequences):
+                self.step()
+                yield
+        finally:  # also after Ctrl-C, or where nobody reads on
+            for sequence in sequences:
+                self.abort(sequence)
 
-    def _take_cache(self, running: list[Sequence]) -> StaticKVCache:
-        """A cache for these sequences, holding what the last single one has in common with a single new one."""
-        size = max(len(s.prompt_ids) + min(s.limit, FIRST_ROOM) for s in running)
-        # Taken and cleared under a lock: two threads with one cache would write into each other's texts.
-        with self._taking:
-            warm, self._warm = (self._warm, None) if len(running) == 1 else (None, self._warm)
-        if warm is None:
-            return StaticKVCache(self.model.config, len(running), size, self.dtype, self.device)
-        held_ids, cache = warm
-        prompt_ids = running[0].prompt_ids
-        # The last token always runs: its logits are what the first new token is drawn from.
-        same = next(
-            (i for i, (held, wanted) in enumerate(zip(held_ids, prompt_ids, strict=False)) if held != wanted),
-            min(len(held_ids), len(prompt_ids)),
-        )
-        cache.truncate(min(same, len(prompt_ids) - 1))
-        cache.grow(size)
-        return cache
+    def step(self) -> None:
+        """Schedule, run and draw; then collect what has been drawn."""
+        with self._turn:
+            ahead = self.overlap and not any(map(needs_history, self.scheduler.running))
+            if not ahead:
+                self._collect()
+            batch = self.scheduler.schedule()
+            sent = self._send(batch) if batch else None
+            self._collect()
+            self._under_way = sent
+            if not ahead or any(needs_history(work.sequence) for work in batch):
+                self._collect()
 
-    def _prefill(self, cache: StaticKVCache, running: list[Sequence]) -> Tensor:
-        """The prompts into the cache; returns the logits (B, V) after their last tokens."""
-        done = cache.lengths[0]  # all zero but for a warm cache, which has one row
-        longest = max(len(sequence.prompt_ids) for sequence in running)
-        width = max(1, PREFILL_TOKENS // len(running))
-        last_BE: list[Tensor] = [torch.empty(0)] * len(running)
-        for start in range(done, longest, width):
-            parts = [sequence.prompt_ids[start : start + width] for sequence in running]
-            counts = [len(part) for part in parts]
-            hidden_BSE = self._forward(cache, parts, counts)
-            for row, count in enumerate(counts):
-                if count and start + count == len(running[row].prompt_ids):
-                    last_BE[row] = hidden_BSE[row, count - 1]
-        return self._logits(torch.stack(last_BE))
-
-    def _decode(self, cache: StaticKVCache, running: list[Sequence]) -> Tensor:
-        """The newest token of each sequence into the cache; returns the logits (B, V) after it."""
-        if max(cache.lengths) == cache.size:
-            cache.grow(min(2 * cache.size, self.max_model_len))
-        return self._logits(self._forward(cache, [sequence.token_ids[-1:] for sequence in running])[:, 0])
-
-    @torch.inference_mode()
-    def _forward(self, cache: StaticKVCache, ids: list[list[int]], counts: list[int] | None = None) -> Tensor:
-        before = list(cache.lengths)
-        width = max(map(len, ids))
-        tokens_BS = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
-        step = cache.append(width, counts)
+    def _send(self, batch: list[Work]) -> _Step:
         try:
-            hidden_BSE: Tensor = self.model(tokens_BS, step.positions, step)
+            pool = self.scheduler.pool
+            self.runner.cache.copy(pool.copies)
+            pool.copies.clear()
+            hidden, logits = self.runner.run(batch)
+            drawing = [work for work in batch if work.samples]
+            drawn = None
+            if drawing:
+                drawn = self.sampler.draw(logits, [work.sequence for work in drawing], self.runner.newest)
+            if any(work.sequence.params.prompt_logprobs is not None for work in batch):
+                self.logprobs.of_prompt(batch, hidden)
         except BaseException:  # half a pass, e.g. Ctrl-C: the cache doesn't hold these tokens
-            cache.lengths = before
+            self.scheduler.undo(batch)
             raise
-        return hidden_BSE
+        for work in drawing:
+            work.sequence.pending += 1
+        return _Step(batch, drawing, drawn, logits)
 
-    @torch.inference_mode()
-    def _logits(self, hidden_BE: Tensor) -> Tensor:
-        return self.model.logits(hidden_BE)
-
-
-@torch.inference_mode()
-def next_tokens(logits_BV: Tensor, running: list[Sequence]) -> list[int]:
-    """Draws the next token of each sequence by its own settings and generator."""
-    for row, sequence in enumerate(running):
-        if not sequence.may_end and sequence.end_ids:
-            # A tokenizer may have more ids than the model has rows.
-            rows = [token_id for token_id in sequence.end_ids if token_id < logits_BV.shape[1]]
-            logits_BV[row, rows] = float("-inf")
-    params = [sequence.params for sequence in running]
-    drawn_B = sample(
-        logits_BV,
-        [p.temperature for p in params],
-        [p.top_k for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        [sequence.generator for sequence in running],
-    )
-    ids: list[int] = drawn_B.tolist()
-    return ids
+    def _collect(self) -> None:
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return
+        results = step.drawn.wait() if step.drawn is not None else []
+        for row, (work, (token_id, largest)) in enumerate(zip(step.drawing, results, strict=True)):
+            sequence = work.sequence
+            sequence.pending -= 1
+            if sequence.has_ended():  # it ended while this token was on its way
+                continue
+            if not math.isfinite(largest):
+                sequence.abort(
+                    f"the largest logit is {largest}; it must be a finite number: the weights are damaged, or the "
+                    "model overflows in this dtype"
+                )
+            else:
+                if sequence.logprobs is not None:
+                    wanted = sequence.params.logprobs or 0
+                    sequence.logprobs.append(self.logprobs.entry(step.logits[row], token_id, wanted))
+                sequence.append(token_id)
+            if sequence.has_ended():
+                self.scheduler.remove(sequence)
+        for work in step.batch:
+            sequence = work.sequence
+            if sequence.slot >= 0:
+                self.scheduler.pool.commit(sequence.table, sequence.ids, min(sequence.computed, len(sequence.ids)))

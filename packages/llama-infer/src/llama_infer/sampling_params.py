@@ -6,7 +6,7 @@ Imports no torch, so that the command line can show it in `--help`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -26,6 +26,21 @@ class SamplingParams:
     """Draw from the fewest most probable tokens whose probabilities sum to at least this. In (0, 1]."""
     min_p: float = 0.0
     """Draw from tokens at least this probable relative to the most probable. In [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in the prompt or the output, multiplies negative ones (Keskar et al. 2019,
+    https://arxiv.org/abs/1909.05858, eq. 4). In (0, 2]; 1: off."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens in the output. In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens in the output, as often as each occurs. In [-2, 2]."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids; clamped to [-100, 100]."""
+    n: int = 1
+    """Continuations of the prompt, each drawn on its own; more than 1 wants a temperature above 0."""
+    logprobs: int | None = None
+    """Give each token's log-probability, and those of the most probable so many. None: no such thing; 0: its own."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
     seed: int | None = None
     """Of this request's own generator, whatever runs beside it. None: another draw each time."""
     max_tokens: int | None = None
@@ -47,6 +62,17 @@ class SamplingParams:
         _integer("top_k", self.top_k, "0 or -1 (off), or at least 1", lambda x: x >= -1)
         _number("top_p", self.top_p, "in (0, 1]", lambda x: 0 < x <= 1)
         _number("min_p", self.min_p, "in [0, 1]", lambda x: 0 <= x <= 1)
+        _number("repetition_penalty", self.repetition_penalty, "in (0, 2]", lambda x: 0 < x <= 2)
+        _number("presence_penalty", self.presence_penalty, "in [-2, 2]", lambda x: -2 <= x <= 2)
+        _number("frequency_penalty", self.frequency_penalty, "in [-2, 2]", lambda x: -2 <= x <= 2)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        _integer("n", self.n, "at least 1", lambda x: x >= 1)
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 at temperature 0, which always gives the same, got {self.n}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), "at least 0", lambda x: x >= 0)
         if self.seed is not None:
             _integer("seed", self.seed, "from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)
         if self.max_tokens is not None:
@@ -67,6 +93,22 @@ def _as_tuple(value: object, single: type) -> tuple[object, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, single) or not isinstance(value, Iterable) else tuple(value)
+
+
+def _checked_bias(bias: object) -> Mapping[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must be a mapping of token ids to numbers, got {bias!r}")
+    for token_id, value in bias.items():
+        _integer("logit_bias", token_id, "of token ids of at least 0", lambda x: x >= 0)
+        _number("logit_bias", value, "of finite numbers", lambda x: True)
+    return _Bias((token_id, min(max(float(value), -100.0), 100.0)) for token_id, value in bias.items())
+
+
+class _Bias(dict[int, float]):
+    """A dict that nobody changes: SamplingParams can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 def _number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:

@@ -1,25 +1,37 @@
-"""One request on its way: its tokens so far, its text so far, its generator, and whether it has ended."""
+"""One sample of a request on its way: its tokens and text so far, its place in the cache, and whether it has ended."""
 
 from __future__ import annotations
+
+import time
+from collections import deque
 
 import torch
 
 from llama_core import Tokenizer
 
-from .outputs import FinishReason, RequestOutput, StreamChunk
+from .block_pool import BlockTable
+from .outputs import FinishReason, Logprob, Sample, StreamChunk, Timings
 from .sampling_params import SamplingParams
 from .stop_strings import StopStrings
 
 
 class Sequence:
-    """The state of a request.
+    """The state of a sample.
 
     Args:
         prompt_ids: at least one token id.
-        params: of this request.
+        params: of its request.
         limit: the most tokens to produce: `params.max_tokens`, or less where the context ends before.
         tokenizer: for the text; None leaves the text empty.
-        prompt: the text that the prompt came from, if any.
+        index: of the sample in its request; each draws from a generator of its own.
+        streaming: whether to keep chunks for somebody who reads them.
+
+    Attributes:
+        ids: the prompt's tokens and those produced.
+        table, slot: its blocks and its row of the batch, while it runs.
+        computed: tokens that the cache holds, or will when the steps under way are done.
+        pending: tokens drawn on the device that have not arrived.
+        cached: tokens that the cache held already when it first ran.
     """
 
     def __init__(
@@ -28,27 +40,52 @@ class Sequence:
         params: SamplingParams,
         limit: int,
         tokenizer: Tokenizer | None = None,
-        prompt: str | None = None,
+        index: int = 0,
+        streaming: bool = False,
     ) -> None:
         assert prompt_ids
         assert limit >= 1
-        self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.params = params
         self.limit = limit
+        self.ids = list(prompt_ids)
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: dict[int, dict[int, Logprob]] = {}
+        self.chunks: deque[StreamChunk] | None = deque() if streaming else None
         eos_ids = () if tokenizer is None or params.ignore_eos else tokenizer.eos_ids
         self.end_ids = frozenset((*eos_ids, *params.stop_token_ids))
         self.generator = torch.Generator()
         if params.seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(params.seed)
+            self.generator.manual_seed((params.seed + index) % 2**63)
+        self.seed = self.generator.initial_seed() % 2**62
+        self.table, self.slot = BlockTable(), -1
+        self.computed = self.pending = 0
+        self.cached: int | None = None
         self._vocab_size = 0 if tokenizer is None else tokenizer.vocab_size
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(prompt_ids)
         self._stops = StopStrings(params.stop)
+        self._arrived = time.perf_counter()
+        self._first: float | None = None
+        self._finished: float | None = None
+
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens, those that have not arrived included."""
+        return len(self.ids) + self.pending
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing more is to be drawn."""
+        return len(self.token_ids) + self.pending >= self.limit
 
     @property
     def may_end(self) -> bool:
@@ -57,24 +94,41 @@ class Sequence:
 
     def append(self, token_id: int) -> StreamChunk:
         """Take the next token; returns what it adds to the text and whether it is the last."""
-        assert self.finish_reason is None
+        assert not self.has_ended()
+        if self._first is None:
+            self._first = time.perf_counter()
+        self.ids.append(token_id)
         self.token_ids.append(token_id)
         ended = token_id in self.end_ids
         text = "" if ended else self._shown(self._decoded(token_id))
         if ended or self._stops.matched is not None:
-            self.finish_reason = "stop"
+            self._finish("stop")
         elif len(self.token_ids) >= self.limit:
-            self.finish_reason = "length"
-        if self.finish_reason is not None and self._stops.matched is None:
+            self._finish("length")
+        if self.has_ended() and self._stops.matched is None:
             text += self._shown(self._detokenizer.flush() if self._detokenizer else "")
             if self._stops.matched is None:
                 text += self._stops.flush()
         self.text += text
-        return StreamChunk(text, token_id, self.finish_reason)
+        chunk = StreamChunk(text, token_id, self.finish_reason)
+        if self.chunks is not None:
+            self.chunks.append(chunk)
+        return chunk
 
-    def output(self) -> RequestOutput:
+    def abort(self, error: str | None = None) -> None:
+        """End here, with what there is."""
+        if self.finish_reason is None:
+            self.error = error
+            self._finish("abort")
+
+    def sample(self) -> Sample:
         assert self.finish_reason is not None
-        return RequestOutput(self.prompt, self.prompt_ids, self.text, self.token_ids, self.finish_reason)
+        timings = Timings(self._arrived, self._first, self._finished)
+        return Sample(self.text, self.token_ids, self.finish_reason, self.logprobs, self.error, timings)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self._finished = time.perf_counter()
 
     def _decoded(self, token_id: int) -> str:
         # A model may have more rows than its tokenizer has tokens; those rows have no text.

@@ -1,0 +1,147 @@
+"""From settings to an engine: how much memory the cache gets, and which attention reads it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from llama_core import Llama, Tokenizer
+
+from .block_pool import BlockPool
+from .engine import Engine
+from .logprobs import LogprobWriter
+from .paged_cache import PagedKVCache, block_bytes
+from .placement import attention_for
+from .runner import ModelRunner
+from .sampler import Sampler
+from .scheduler import Scheduler
+
+CPU_CACHE_BYTES = 4 * 2**30
+"""Of the cache on a CPU, where one whole context fits into less; memory is taken as it is first written."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of `LLM` that concern its engine, described there."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    kernels: str = "auto"
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.kernels not in ("auto", "plain"):
+            raise ValueError(f"kernels must be 'auto' or 'plain', got {self.kernels!r}")
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    engine: Engine
+    max_model_len: int
+    remarks: tuple[str, ...]
+    """What the user should know."""
+
+
+def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSettings) -> BuiltEngine:
+    """An engine for a model, its cache sized to the memory there is.
+
+    Raises:
+        ValueError: a context that the model or the memory is too small for, or an attention that cannot run here.
+    """
+    weight = next(model.parameters())
+    device, dtype = weight.device, weight.dtype
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the model is on the device {device.type!r}; it must be on 'cpu' or 'cuda'")
+    context = model.config.max_position_embeddings
+    wanted = context if settings.max_model_len is None else settings.max_model_len
+    if not 2 <= wanted <= context:
+        raise ValueError(f"max_model_len must be from 2 to the model's context {context}, got {wanted}")
+    attend_rows = attention_for(settings.attention, settings.kernels, model.config, device, dtype)
+    max_num_seqs = settings.max_num_seqs or (256 if device.type == "cuda" else 32)
+    most_tokens = max(settings.max_num_batched_tokens, max_num_seqs)  # a token for each that generates
+
+    size = settings.block_size
+    each = block_bytes(model.config, size, dtype)
+    enough = max_num_seqs * -(-wanted // size)
+    memory = settings.kv_cache_memory_bytes
+    if memory is None:
+        memory = (
+            _measured(model, most_tokens, max_num_seqs, settings)
+            if device.type == "cuda"
+            else _cpu_memory(-(-wanted // size) * each)
+        )
+    num_blocks = min(enough, memory // each)
+    capacity = num_blocks * size
+    remarks: tuple[str, ...] = ()
+    if capacity < wanted:
+        told = f"memory for keys and values holds {capacity} tokens, the context is {wanted}"
+        if settings.max_model_len is not None or capacity < 2:
+            raise ValueError(f"{told}; lower max_model_len, or give it more than {memory:,} bytes")
+        remarks = (f"{told}: going on with {capacity}",)
+        wanted = capacity
+
+    cuda = device.type == "cuda"
+    sharing = settings.enable_prefix_caching
+    pool = BlockPool(num_blocks, size, prefix_caching=sharing, contiguous=attend_rows is not None)
+    runner = ModelRunner(
+        model,
+        PagedKVCache(model.config, num_blocks, size, dtype, device),
+        max_num_seqs,
+        wanted,
+        attend_rows,
+        graphs=cuda and attend_rows is None and not settings.enforce_eager,
+    )
+    engine = Engine(
+        Scheduler(pool, max_num_seqs, most_tokens),
+        runner,
+        Sampler(fast=cuda and settings.kernels == "auto"),
+        LogprobWriter(model, tokenizer),
+        overlap=cuda and attend_rows is None,
+    )
+    return BuiltEngine(engine, wanted, remarks)
+
+
+def _cpu_memory(one_context: int) -> int:
+    try:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not every system tells
+        physical = 2 * CPU_CACHE_BYTES
+    return min(max(CPU_CACHE_BYTES, one_context), physical // 2)
+
+
+@torch.inference_mode()
+def _measured(model: Llama, tokens: int, rows: int, settings: EngineSettings) -> int:
+    """Bytes that a GPU has for the cache: its share of the whole, less what is used and what the largest step takes."""
+    device = next(model.parameters()).device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    width = min(tokens, model.config.max_position_embeddings)
+    count = -(-tokens // width)
+    hidden = model(torch.zeros(count, width, dtype=torch.int64, device=device)).flatten(0, 1)
+    logits = model.logits(hidden[:rows])
+    logits.float().softmax(-1)
+    del hidden, logits
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(settings.gpu_memory_utilization * total) - (total - free) - peak)

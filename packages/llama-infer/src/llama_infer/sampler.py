@@ -1,0 +1,139 @@
+"""From logits to the next token of each sequence, by its own settings and generator.
+
+Order, as in vLLM: raw log-probabilities → end tokens kept away (`min_tokens`) → `logit_bias` → penalties → temperature
+and filters (`llama_core.sample`, or on a GPU one kernel of llama_kernels that needs no answer from the device).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import llama_kernels
+from llama_core import sample
+
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens on their way to the host."""
+
+    host: Tensor
+    """(2, R) float64: the ids, and the largest logit of each row."""
+    arrival: torch.cuda.Event | None
+    """None: they are there."""
+
+    def wait(self) -> list[tuple[int, float]]:
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        ids, largest = self.host.tolist()
+        return list(zip(map(int, ids), largest, strict=True))
+
+
+def needs_history(sequence: Sequence) -> bool:
+    """Whether the next draw depends on tokens that must have arrived on the host."""
+    params = sequence.params
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.logit_bias
+    return bool(penalised or wants_more or (sequence.end_ids and not sequence.may_end))
+
+
+class Sampler:
+    """Draws tokens; `fast` by the kernel of llama_kernels, whose draws for a seed are others than llama_core's."""
+
+    def __init__(self, fast: bool) -> None:
+        self.fast = fast
+        self._settings: tuple[list[int], list[Tensor]] = ([], [])
+
+    @torch.inference_mode()
+    def draw(self, logits_RV: Tensor, sequences: list[Sequence], newest: Tensor) -> Drawn:
+        """Draw one token for each row, and note it in `newest` (one place for each sequence's slot)."""
+        largest_R = logits_RV.amax(dim=-1)  # NaN if there is one in the row
+        if any(_is_processed(sequence) for sequence in sequences):
+            logits_RV = processed(logits_RV, sequences)
+        if self.fast:
+            ids_R = self._draw_fast(logits_RV, sequences)
+        else:
+            ids_R = _draw_plain(_sound(logits_RV, largest_R), sequences)
+        both = torch.stack((ids_R.double(), largest_R.double()))
+        slots = torch.tensor([sequence.slot for sequence in sequences])
+        if logits_RV.device.type != "cuda":
+            newest[slots] = ids_R
+            return Drawn(both, None)
+        newest[slots.pin_memory().to(newest.device, non_blocking=True)] = ids_R
+        host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        host.copy_(both, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return Drawn(host, arrival)
+
+    def _draw_fast(self, logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
+        if all(sequence.params.temperature == 0 for sequence in sequences):
+            return logits_RV.argmax(dim=-1)
+        identities = [id(sequence) for sequence in sequences]
+        if identities != self._settings[0]:  # the batch is mostly that of the step before
+            params = [sequence.params for sequence in sequences]
+            columns = [
+                torch.tensor([sequence.seed for sequence in sequences]),
+                torch.tensor([p.temperature for p in params], dtype=torch.float32),
+                torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32),
+                torch.tensor([p.top_p for p in params], dtype=torch.float32),
+                torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            ]
+            on_device = [column.pin_memory().to(logits_RV.device, non_blocking=True) for column in columns]
+            self._settings = identities, on_device
+        seeds, temperature, top_k, top_p, min_p = self._settings[1]
+        drawn = torch.tensor([len(sequence.token_ids) + sequence.pending for sequence in sequences])
+        offsets = drawn.pin_memory().to(logits_RV.device, non_blocking=True)
+        return llama_kernels.sample(
+            logits_RV, seeds, offsets=offsets, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
+
+
+def _sound(logits_RV: Tensor, largest_R: Tensor) -> Tensor:
+    """The logits with zeros in rows that nothing can be drawn from: they are refused later, each by itself."""
+    sound_R = largest_R.isfinite()
+    return logits_RV if sound_R.all() else torch.where(sound_R.unsqueeze(1), logits_RV, 0.0)
+
+
+def _draw_plain(logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
+    params = [sequence.params for sequence in sequences]
+    return sample(
+        logits_RV,
+        [p.temperature for p in params],
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [sequence.generator for sequence in sequences],
+    )
+
+
+def _is_processed(sequence: Sequence) -> bool:
+    params = sequence.params
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(penalised or params.logit_bias or (sequence.end_ids and not sequence.may_end))
+
+
+def processed(logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
+    """(R, V) float32 logits after `min_tokens`, `logit_bias` and the penalties of each row's sequence."""
+    out_RV = logits_RV.float().clone()
+    vocabulary = out_RV.shape[1]
+    for row_V, sequence in zip(out_RV, sequences, strict=True):
+        params = sequence.params
+        if not sequence.may_end and sequence.end_ids:
+            # A tokenizer may have more ids than the model has rows.
+            row_V[[token_id for token_id in sequence.end_ids if token_id < vocabulary]] = float("-inf")
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=row_V.device)
+            row_V[ids] += torch.tensor(list(params.logit_bias.values()), device=row_V.device)
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(sequence.ids, device=row_V.device).unique()
+            old = row_V[seen]
+            row_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        if (params.presence_penalty or params.frequency_penalty) and sequence.token_ids:
+            ids, counts = torch.tensor(sequence.token_ids, device=row_V.device).unique(return_counts=True)
+            row_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    return out_RV
