@@ -13,8 +13,9 @@ import tyro
 from .cli_chat import Chat
 from .cli_convert import Convert
 from .cli_generate import Generate
+from .cli_inspect import Inspect
 
-COMMANDS: dict[str, Callable[..., Any]] = {"generate": Generate, "chat": Chat, "convert": Convert}
+COMMANDS: dict[str, Callable[..., Any]] = {"generate": Generate, "chat": Chat, "convert": Convert, "inspect": Inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     try:
-        command: Generate | Chat | Convert = tyro.extras.subcommand_cli_from_dict(
+        command: Generate | Chat | Convert | Inspect = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="llama-infer",
-            description="Generate text with Llama models, and convert them.",
+            description="Generate text with Llama models, convert them, and see them work.",
             args=sys.argv[1:] if argv is None else argv,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
