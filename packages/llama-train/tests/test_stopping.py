@@ -10,7 +10,8 @@ from llama_train.stopping import StopRequest
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")]
+    ("number", "reason"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "Ctrl-C")],
 )
 def test_a_signal_is_noted_and_handlers_come_back(number: signal.Signals, reason: str) -> None:
     before = signal.getsignal(number)
