@@ -49,6 +49,23 @@ def test_all_gather(dim: int) -> None:
         torch.testing.assert_close(grad, summed(grads).chunk(SIZE, dim)[rank])
 
 
+def test_tokens_are_shared_row_after_row_without_a_copy() -> None:
+    """Of 3 rows with 8 tokens, rank 1 of 4 has the last two of the first row and the first four of the second."""
+    whole = draw(3, 8, 5)[0]
+    shards = [part.unflatten(0, (3, 2)) for part in whole.flatten(0, 1).chunk(SIZE)]
+    torch.testing.assert_close(shards[1].flatten(0, 1), torch.cat((whole[0, 6:], whole[1, :4])), rtol=0, atol=0)
+    grads, partial = draw(3, 8, 5), draw(3, 8, 5)
+    for rank, (out, grad) in enumerate(on_ranks(lambda x, a: c.all_gather(x, a, c.TOKENS), shards, grads)):
+        torch.testing.assert_close(out, whole, rtol=0, atol=0)
+        torch.testing.assert_close(grad.flatten(0, 1), summed(grads).flatten(0, 1).chunk(SIZE)[rank])
+    for rank, (out, grad) in enumerate(on_ranks(lambda x, a: c.reduce_scatter(x, a, c.TOKENS), partial, shards)):
+        torch.testing.assert_close(out.flatten(0, 1), summed(partial).flatten(0, 1).chunk(SIZE)[rank])
+        torch.testing.assert_close(grad, whole, rtol=0, atol=0)
+    axis = Axis("", SIZE, 0)
+    parts = c.parts_first(whole, axis, c.TOKENS)
+    assert parts.data_ptr() == whole.data_ptr() == c.parts_along(parts, axis, c.TOKENS).data_ptr()
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_reduce_scatter(dim: int) -> None:
     partial = draw(4, 8, 12)

@@ -48,10 +48,15 @@ def example(biased: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None], li
     return x, [draw(n, 8) for n in rows], [draw(n) if biased else None for n in rows], [draw(3, 4, n) for n in rows]
 
 
+def stretch(x: Tensor, size: int, rank: int) -> Tensor:
+    """A rank's part of all tokens of (B, S, …), laid end to end."""
+    return x.flatten(0, 1).chunk(size)[rank].unflatten(0, (len(x), -1))
+
+
 def on_rank(rank: int, biased: bool, shared: bool) -> tuple[Any, ...]:
     x, weights, biases, grads = example(biased)
     axis = Axis.of(build_mesh(ParallelConfig(tp=SIZE)), "tp")
-    x = (x.chunk(SIZE, 1)[rank] if shared else x).clone().requires_grad_()
+    x = (stretch(x, SIZE, rank) if shared else x).clone().requires_grad_()
     weights = [w.chunk(SIZE)[rank].clone().requires_grad_() for w in weights]
     biases = [None if b is None else b.chunk(SIZE)[rank].clone().requires_grad_() for b in biases]
     with Order() as forward:
@@ -76,7 +81,7 @@ def test_equals_plain_products(biased: bool, shared: bool) -> None:
     for rank, (outs, of_x, of_weights, of_biases, forward, backward) in enumerate(results):
         for out, right in zip(outs, wanted, strict=True):
             torch.testing.assert_close(out, right.detach().chunk(SIZE, -1)[rank])
-        torch.testing.assert_close(of_x, x.grad.chunk(SIZE, 1)[rank] if shared else x.grad)
+        torch.testing.assert_close(of_x, stretch(x.grad, SIZE, rank) if shared else x.grad)
         for found, leaf in zip([*of_weights, *of_biases], [*weights, *biases], strict=True):
             if leaf is not None:
                 assert leaf.grad is not None
@@ -95,7 +100,7 @@ def test_frozen_weights_cost_no_product() -> None:
     def work(rank: int) -> tuple[list[str], bool]:
         x, weights, biases, _ = example(False)
         axis = Axis.of(build_mesh(ParallelConfig(tp=SIZE)), "tp")
-        x = x.chunk(SIZE, 1)[rank].clone().requires_grad_()
+        x = stretch(x, SIZE, rank).clone().requires_grad_()
         with Order() as order:
             sum(o.sum() for o in column_products(x, weights, biases, axis, True)).backward()  # type: ignore[union-attr]
         return order.names, x.grad is not None

@@ -28,13 +28,18 @@ def example(vocab: int, ignored: str = "some", dtype: torch.dtype = torch.float6
     return hidden, weight, targets
 
 
+def stretch(x: Tensor, size: int, rank: int) -> Tensor:
+    """A rank's part of all tokens of (B, S, …), laid end to end."""
+    return x.flatten(0, 1).chunk(size)[rank].unflatten(0, (len(x), -1))
+
+
 def on_rank(
     rank: int, size: int, sample: tuple[Tensor, Tensor, Tensor], upstream: Tensor, shared: bool, chunk: int | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     hidden, weight, targets = sample
     axis = Axis.of(build_mesh(ParallelConfig(tp=size)), "tp")
-    own_hidden = (hidden.chunk(size, 1)[rank] if shared else hidden).clone().requires_grad_()
+    own_hidden = (stretch(hidden, size, rank) if shared else hidden).clone().requires_grad_()
     own_weight = weight.chunk(size)[rank].clone().requires_grad_()
     loss = VocabParallelCrossEntropy(axis, len(weight), shared, chunk)(own_hidden, own_weight, targets, **options)
     loss.backward(upstream)
@@ -73,7 +78,7 @@ def test_equals_the_plain_loss(
     close = {"rtol": 1e-12, "atol": 1e-12}
     for rank, (loss, grad_hidden, grad_weight) in enumerate(results):
         torch.testing.assert_close(loss, wanted.detach(), **close)
-        right = sample[0].grad.chunk(size, 1)[rank] if shared else sample[0].grad
+        right = stretch(sample[0].grad, size, rank) if shared else sample[0].grad
         torch.testing.assert_close(grad_hidden, right, **close)
         torch.testing.assert_close(grad_weight, sample[1].grad.chunk(size)[rank], **close)
         if ignored == "all":
@@ -99,7 +104,7 @@ def test_evaluation_computes_no_gradient() -> None:
         axis = Axis.of(build_mesh(ParallelConfig(tp=2)), "tp")
         head = weight.chunk(2)[rank].clone().requires_grad_()
         with torch.no_grad():
-            loss = VocabParallelCrossEntropy(axis, 16, True)(hidden.chunk(2, 1)[rank], head, targets)
+            loss = VocabParallelCrossEntropy(axis, 16, True)(stretch(hidden, 2, rank), head, targets)
         assert loss.grad_fn is None
         return float(loss)
 

@@ -26,6 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 _ops = torch.ops._c10d_functional
 
+TOKENS = None
+"""In place of a dimension, for (B, S, …) shared by its tokens: laid end to end, row after row, they are cut into one
+stretch for each rank, (B, S / size, …) in form only. What knows no neighbours (norms, products, losses) need not care,
+and whole and parts are the same memory in the same order: nothing is copied beside what is sent."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -76,26 +81,30 @@ def finish(x: Tensor) -> Tensor:
     return _ops.wait_tensor(x)  # type: ignore[no-any-return]
 
 
-def parts_first(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def parts_first(x: Tensor, axis: Axis, dim: int | None) -> Tensor:
     """Cut `dim` into `size` parts and put them one after the other along dimension 0, as the collectives want them."""
+    if dim is TOKENS:
+        return x.reshape(axis.size * x.shape[0], x.shape[1] // axis.size, *x.shape[2:])
     return x if dim == 0 else x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).flatten(0, 1)
 
 
-def parts_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def parts_along(x: Tensor, axis: Axis, dim: int | None) -> Tensor:
     """The inverse of `parts_first`."""
+    if dim is TOKENS:
+        return x.view(x.shape[0] // axis.size, axis.size * x.shape[1], *x.shape[2:])
     return x if dim == 0 else x.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 # --- with their gradients --------------------------------------------------------------------------------------------
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Shards along `dim` → the whole; gradients of the ranks are summed and each gets its shard back."""
+def all_gather(x: Tensor, axis: Axis, dim: int | None) -> Tensor:
+    """Shards along `dim`, or of all tokens (`TOKENS`) → the whole; gradients are summed, and ranks get their shards."""
     return x if axis.size == 1 else _AllGather.apply(x, axis, _positive(x, dim))
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum over ranks, of which each gets its part along `dim`; gradients are gathered.
+def reduce_scatter(x: Tensor, axis: Axis, dim: int | None) -> Tensor:
+    """Sum over ranks, of which each gets its part along `dim`, or its stretch of tokens; gradients are gathered.
 
     Raises:
         ValueError: a dimension that does not divide over the ranks.
@@ -141,21 +150,22 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     if axis.size == 1:
         return x
     _check_divides(x, axis, split_dim)
-    return _AllToAll.apply(x, axis, _positive(x, split_dim), _positive(x, join_dim))  # type: ignore[no-any-return]
+    return _AllToAll.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())  # type: ignore[no-any-return]
 
 
-def _positive(x: Tensor, dim: int) -> int:
-    return dim % x.dim()
+def _positive(x: Tensor, dim: int | None) -> int | None:
+    return None if dim is None else dim % x.dim()
 
 
-def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
+def _check_divides(x: Tensor, axis: Axis, dim: int | None) -> None:
+    dim = 1 if dim is TOKENS else dim
     if x.shape[dim] % axis.size:
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide over {axis.size} ranks")
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int | None) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         return parts_along(finish(start_all_gather(x, axis)), axis, dim)
 
@@ -166,7 +176,7 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int | None) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         return finish(start_reduce_scatter(parts_first(x, axis, dim), axis))
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .collectives import (
+    TOKENS,
     Axis,
     finish,
     parts_along,
@@ -26,7 +27,6 @@ from .collectives import (
 from .deferred_products import DeferredProducts, Held
 
 # Shape legend: B batch, S sequence, S' = S / ranks, E hidden, F_i this rank's columns of output i
-_SEQUENCE = 1
 
 
 def column_products(
@@ -39,10 +39,10 @@ def column_products(
 ) -> tuple[Tensor, ...]:
     """The products of one input with this rank's rows of several weights.
 
-    Sequence-parallel, x is this rank's (B, S', E): forward sends one all-gather; backward one all-gather of x, behind
-    the product for the input's gradient, and one reduce-scatter of that gradient, behind those for the weights'. So
-    only shards are kept between the passes. Otherwise x is the whole (B, S, E), alike on all ranks, and backward
-    all-reduces its gradient behind the products for the weights'.
+    Sequence-parallel, x is this rank's (B, S', E), a stretch of all tokens (`TOKENS`): forward sends one all-gather;
+    backward one all-gather of x, behind the product for the input's gradient, and one reduce-scatter of that gradient,
+    behind those for the weights'. So only shards are kept between the passes. Otherwise x is the whole (B, S, E),
+    alike on all ranks, and backward all-reduces its gradient behind the products for the weights'.
 
     Args:
         x: (B, S', E), or (B, S, E) if not `sequence_parallel`.
@@ -71,7 +71,7 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.axis, ctx.shared, ctx.count = axis, sequence_parallel and axis.size > 1, count
         ctx.save_for_backward(x, *weights)
-        whole = parts_along(finish(start_all_gather(x, axis)), axis, _SEQUENCE) if ctx.shared else x
+        whole = parts_along(finish(start_all_gather(x, axis)), axis, TOKENS) if ctx.shared else x
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
@@ -89,12 +89,12 @@ class _ColumnProducts(torch.autograd.Function):
                 flat = torch.addmm(flat, row, weight)
             grad_x = flat.unflatten(0, grads[0].shape[:-1])
             if ctx.shared:
-                grad_x = start_reduce_scatter(parts_first(grad_x, axis, _SEQUENCE), axis)
+                grad_x = start_reduce_scatter(parts_first(grad_x, axis, TOKENS), axis)
             elif axis.size > 1:
                 grad_x = start_all_reduce(grad_x, axis)
 
         if ctx.shared:
-            x = parts_along(finish(x), axis, _SEQUENCE)
+            x = parts_along(finish(x), axis, TOKENS)
         flat_x = x.flatten(0, -2)
         of_weights = [row.mT @ flat_x if want else None for row, want in zip(rows, wanted[: ctx.count], strict=True)]
         of_biases = [row.sum(0) if want else None for row, want in zip(rows, wanted[ctx.count :], strict=True)]

@@ -2,7 +2,8 @@
 
 At rest each parameter is a DTensor on the tp dimension: rows of q, k, v, gate, up, embedding and head, columns of o and
 down, norms and the biases of o and down whole on every rank. In motion everything is a plain local tensor. Between
-products the sequence is shared (sequence parallelism): norms, residual stream and model's result are (B, S / tp, E).
+products the tokens are shared (sequence parallelism, though a rank's stretch may end within a row, see `TOKENS`):
+norms, residual stream and model's result are (B, S / tp, E).
 
     tokens → embedding → reduce-scatter → norm → all-gather → q, k, v → attention over own heads → o → reduce-scatter
     → norm → all-gather → gate, up → down → reduce-scatter → … → norm → all-gather → head → loss over own vocabulary
@@ -23,12 +24,12 @@ from llama_core import Llama
 from llama_core.linear import Linear
 from llama_core.model import MLP, Attention, DecoderLayer, Embedding, RMSNorm
 
-from .collectives import Axis, all_reduce, all_reduce_gradient, gather, reduce_scatter
+from .collectives import TOKENS, Axis, all_reduce, all_reduce_gradient, gather, reduce_scatter
 from .column_products import column_products
 from .deferred_products import DeferredProducts
 from .vocab_loss import VocabParallelCrossEntropy
 
-_SEQUENCE, _FEATURES = 1, -1
+_FEATURES = -1
 _WHOLE = None
 
 
@@ -106,7 +107,7 @@ class Tp:
     def sum_out(self, partial: Tensor) -> Tensor:
         """Out of a product whose inner dimension is shared: the sum over ranks, (B, S, E) → (B, S / tp, E)."""
         if self.sequence_parallel:
-            return reduce_scatter(partial, self.axis, _SEQUENCE)
+            return reduce_scatter(partial, self.axis, TOKENS)
         return all_reduce(partial, self.axis)
 
 

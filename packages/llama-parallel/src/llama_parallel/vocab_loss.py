@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .collectives import Axis, all_gather, all_reduce_gradient, finish, start_all_gather
+from .collectives import TOKENS, Axis, all_gather, all_reduce_gradient, finish, start_all_gather
 
 # Shape legend: B batch, S sequence, N rows (B · S), E hidden, V vocabulary, W this rank's part of it
 _LOGITS = 1 << 28
@@ -54,7 +54,8 @@ class VocabParallelCrossEntropy:
         """Cross-entropy in float32 (float64 for float64); every rank gets the same.
 
         Args:
-            hidden: (B, S / ranks, E), this rank's shard; (B, S, E) without sequence parallelism.
+            hidden: (B, S / ranks, E), this rank's stretch of all tokens (`collectives.TOKENS`); (B, S, E) without
+                sequence parallelism.
             weight: (V, E) as a DTensor in shards of rows, or this rank's rows (W, E).
             targets: (B, S), int64, the same on all ranks; `ignore_index` rows count for nothing.
             reduction: "mean" over the counted rows, "sum", or "none" (costs a fourth product).
@@ -84,7 +85,7 @@ class VocabParallelCrossEntropy:
             )
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         first = self.axis.rank * -(-self.vocab_size // self.axis.size)
-        whole = all_gather(hidden, self.axis, 1) if share > 1 else all_reduce_gradient(hidden, self.axis)
+        whole = all_gather(hidden, self.axis, TOKENS) if share > 1 else all_reduce_gradient(hidden, self.axis)
         counted = (targets != ignore_index).flatten()
         own = torch.where(counted, targets.flatten() - first, -1)  # the column of this rank's part, if within [0, W)
         count = counted.sum().clamp(min=1) if reduction == "mean" else counted.new_ones((), dtype=torch.int64)
