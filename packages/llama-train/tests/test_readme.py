@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from llama_parallel.testing import run_ranks
 from llama_train import TrainConfig, load_config
 from llama_train.cli import main
 from llama_train.config_file import dump_config
@@ -46,24 +47,48 @@ def test_the_file_shown_is_the_example() -> None:
 
 
 def test_every_command_is_run_below() -> None:
-    assert {line.split()[0] for line in COMMANDS} == {"llama-train", "llama-infer", "torchrun", "python"}
-    assert len(COMMANDS) == 6
+    programs = ("llama-train", "llama-infer", "torchrun", "accelerate")
+    assert {line.split()[0] for line in COMMANDS} == set(programs)
+    assert len(COMMANDS) == 11
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if "llama" in line and "llama-infer" not in line])
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("llama-train")])
 def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process: the ways to start the program have tests of their own in test_cli."""
-    _, _, arguments = re.split(r"(?:^|\s)(llama-train|-m llama_train)\s", command, maxsplit=1)
+    """In this process: the ways to start the program have tests of their own in test_cli and test_torchrun."""
+    arguments = shlex.split(command)[1:]
     if "--help" in arguments:
         with pytest.raises(SystemExit, match="0"):
-            main(shlex.split(arguments))
-        assert "--optimizer.learning-rate" in capsys.readouterr().out
+            main(arguments)
+        assert "--optimizer.learning-rate" in capsys.readouterr().out or arguments[0] != "run"
         return
-    flags = [word for key, value in SHORT.items() for word in (f"--{key}", str(value))]
-    assert main([*shlex.split(arguments), *flags]) == 0
+    if arguments[0] == "parity":
+        assert main([*arguments, "--steps", "1"]) == 0
+        assert "equal to one process" in capsys.readouterr().out
+        return
+    assert main([*arguments, *_short()]) == 0
     assert "step 2/2" in capsys.readouterr().out
     (run,) = (folder / "runs").iterdir()
     assert (run / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if " run " in line and line.split()[0] != "llama-train"])
+def test_command_of_several_processes(command: str, folder: Path) -> None:
+    """What follows `run`, on as many forked ranks as the command starts; test_torchrun starts them for real."""
+    count = re.search(r"(?:--nproc-per-node|--num_processes) (\d+)", command)
+    assert count is not None
+    words = shlex.split(command)
+    arguments = [str(EXAMPLE.parent.parent / word) if "/" in word else word for word in words[words.index("run") :]]
+
+    def work(rank: int) -> int:
+        return main([*arguments, *_short(), "--device", "cpu"])
+
+    assert run_ranks(work, int(count[1]), timeout=200) == [0] * int(count[1])
+    (run,) = (folder / "runs").iterdir()
+    assert (run / "hf" / "model.safetensors").is_file()
+
+
+def _short() -> list[str]:
+    return [word for key, value in SHORT.items() for word in (f"--{key}", str(value))]
 
 
 def test_python_example(folder: Path, change: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]) -> None:
