@@ -6,16 +6,24 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import tyro
 
+from .cli_bench import Bench
 from .cli_chat import Chat
 from .cli_convert import Convert
 from .cli_generate import Generate
 from .cli_inspect import Inspect
 
-COMMANDS: dict[str, Callable[..., Any]] = {"generate": Generate, "chat": Chat, "convert": Convert, "inspect": Inspect}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "generate": Generate,
+    "chat": Chat,
+    "convert": Convert,
+    "inspect": Inspect,
+    "bench": Bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments == ["--version"]:
+        print(f"llama-infer {version('llama-infer')}")
+        return 0
     try:
-        command: Generate | Chat | Convert | Inspect = tyro.extras.subcommand_cli_from_dict(
+        command: Generate | Chat | Convert | Inspect | Bench = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="llama-infer",
             description="Generate text with Llama models, convert them, and see them work.",
-            args=sys.argv[1:] if argv is None else argv,
+            args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except SystemExit as end:  # help was shown, or a mistake explained

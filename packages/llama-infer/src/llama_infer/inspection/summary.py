@@ -20,7 +20,8 @@ def print_summary(look: Look, console: Console) -> None:
     """Tokens, the logit lens, the attention of the first head shown, costs and splits."""
     parameters, size = sum(t.elements for t in look.stored), sum(t.nbytes for t in look.stored)
     kinds = ", ".join(sorted({tensor.kind for tensor in look.stored}))
-    say(console, f"{look.name}: {len(look.stored)} tensors ({kinds}), {amount(parameters).strip()} parameters, {amount(size)}B")
+    sizes = f"{amount(parameters).strip()} parameters, {amount(size)}B"
+    say(console, f"{look.name}: {len(look.stored)} tensors ({kinds}), {sizes}")
     tokens = " ".join(f"{shown(text, 20)}({i})" for text, i in zip(look.texts, look.ids, strict=True))
     say(console, f"{len(look.ids)} tokens: {tokens}")
 
