@@ -30,10 +30,12 @@ def test_settings_by_our_names(tmp_path: Path, config: dict[str, Any], settings:
 
 def test_only_what_applies_is_told(tmp_path: Path) -> None:
     found = defaults(tmp_path, {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1})
-    ignored = "generation_config.json's repetition_penalty 1.1 is ignored"
-    assert found.notices({"top_p": 0.5}) == ["sampling defaults from generation_config.json: temperature 0.6", ignored]
-    assert found.notices({"top_p": 0.5, "temperature": 1.0}) == [ignored]
-    assert found.notices({"temperature": 0.0}) == [ignored]  # greedy: top_p has no effect
+    start = "sampling defaults from generation_config.json: "
+    assert found.settings["repetition_penalty"] == 1.1
+    assert found.notices({"top_p": 0.5}) == [start + "temperature 0.6, repetition_penalty 1.1"]
+    penalty = [start + "repetition_penalty 1.1"]
+    assert found.notices({"top_p": 0.5, "temperature": 1.0}) == penalty
+    assert found.notices({"temperature": 0.0}) == penalty  # greedy: top_p has no effect
 
 
 def test_no_file_no_defaults(tmp_path: Path) -> None:

@@ -25,9 +25,14 @@ class Packable(Multiplies, nn.Module):
         super().__init__()
         self._packed: tuple[Tensor, Tensor | None] | None = None
         self._views: tuple[tuple[Tensor, Tensor | None], ...] = ()
+        self.joined: nn.Module | None = None
+        """In place of the layers: x (..., E) → their outputs side by side, by `joined_sizes`. For rounded weights."""
+        self.joined_sizes: tuple[int, ...] = ()
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (..., E) → one output (..., rows) for each name in `packs`."""
+        if self.joined is not None:
+            return torch.split(self.joined(x), list(self.joined_sizes), dim=-1)
         layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
         if self._packed is None or not self._is_packed(layers):
             return tuple(layer(x) for layer in layers)

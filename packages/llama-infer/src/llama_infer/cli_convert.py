@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+
+from .loading_bar import loading_bar
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +53,14 @@ class Convert:
         if source.exists() and source.resolve() == target.resolve():
             raise ValueError(f"source and target are both {source}; name another target")
         torch_dtype = None if self.dtype in ("auto", *QUANTISED) else _torch_dtype(self.dtype)
-        with _progress("reading") as tell:
+        with loading_bar("reading") as tell:
             model = load_model(source, torch_dtype, rope_factor=self.rope_factor, progress=tell)
         try:
             tokenizer: Tokenizer | None = load_tokenizer(source)
         except CheckpointError as error:
             tokenizer = None
             _note(f"the tokenizer is left out: {error}")
-        with _progress("writing") as tell:
+        with loading_bar("writing") as tell:
             save_model(
                 model,
                 target,
@@ -112,16 +112,3 @@ def _copy_meta_tokenizer(source: Path, target: Path) -> None:
 
 def _note(text: str) -> None:
     print(f"llama-infer: {text}", file=sys.stderr)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error; nothing where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from .embedded import embedded_model
+from .loading_bar import loading_bar
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,6 +49,16 @@ class ModelOptions:
     """Where to run. auto: a GPU if there is one."""
     max_model_len: int | None = None
     """The longest sequence, prompt and new tokens together. Default: the model's context."""
+    max_num_seqs: int | None = None
+    """The most sequences that run at once. Default: 256 on a GPU, 32 on a CPU."""
+    gpu_memory_utilization: float = 0.9
+    """The share of a GPU's memory to use, weights included."""
+    kernels: Literal["auto", "plain"] = "auto"
+    """auto: fast kernels where there is a GPU. plain: torch's own operations."""
+    attention: Literal["auto", "sdpa", "flash", "triton", "plain"] = "auto"
+    """auto: the paged Triton kernels on a GPU, torch's scaled_dot_product_attention elsewhere."""
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Round the weights of the layers to fewer bits."""
     generation_config: Literal["auto", "off"] = "auto"
     """auto: the model's generation_config.json gives the defaults of the sampling flags."""
 
@@ -55,13 +67,23 @@ class ModelOptions:
         path = model_path(self.model)
         from .llm import LLM
 
-        return LLM(
-            path,
-            dtype=self.dtype,
-            device=self.device,
-            max_model_len=self.max_model_len,
-            generation_config=self.generation_config,
-        )
+        with loading_bar("loading") as tell:
+            llm = LLM(
+                path,
+                dtype=self.dtype,
+                device=self.device,
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kernels=self.kernels,
+                attention=self.attention,
+                quantization=self.quantization,
+                generation_config=self.generation_config,
+                progress=tell,
+            )
+        for remark in llm.remarks:
+            print(f"llama-infer: {remark}", file=sys.stderr)
+        return llm
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,12 @@ class SamplingOptions:
     """Draw from the fewest most probable tokens that sum to this probability. Default: the model's, or 1."""
     min_p: float | None = None
     """Draw from tokens at least this probable relative to the most probable. Default: the model's, or 0."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens of the prompt and the output less probable. Default: the model's, or 1."""
+    presence_penalty: float | None = None
+    """Taken off the logits of tokens in the output. Default 0."""
+    frequency_penalty: float | None = None
+    """Taken off the logits of tokens in the output, for each time. Default 0."""
     seed: int | None = None
     """Draw the same each time. Default: another draw each time."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

@@ -12,7 +12,7 @@ from llama_core import CheckpointError, load_generation_config
 from . import embedded
 
 _NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_NAMES |= {"max_new_tokens": "max_tokens"}
+_NAMES |= {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def model_sampling(path: Path) -> ModelSampling:
         return ModelSampling(remarks=(f"going on without generation_config.json: {error}",))
     settings = {ours: value for theirs, ours in _NAMES.items() if (value := getattr(config, theirs)) is not None}
     if config.do_sample is False:
-        settings = {name: value for name, value in settings.items() if name == "max_tokens"} | {"temperature": 0.0}
-    penalty = config.repetition_penalty
-    ignored = () if penalty in (None, 1.0) else (f"generation_config.json's repetition_penalty {penalty} is ignored",)
-    return ModelSampling(settings, "generation_config.json", ignored)
+        settings = {name: value for name, value in settings.items() if name in ("max_tokens", "repetition_penalty")} | {
+            "temperature": 0.0
+        }
+    return ModelSampling(settings, "generation_config.json")

@@ -21,6 +21,7 @@ from .engine_build import EngineSettings, build_engine
 from .outputs import RequestOutput, StreamChunk
 from .placement import ops_for, resolve_device, resolve_dtype
 from .progress import progress_bar
+from .quantize import QUANTIZATIONS, quantize_model
 from .request import Message, Prompt, Request, Requests
 from .sampling_params import SamplingParams
 
@@ -48,6 +49,7 @@ class LLM:
         enable_prefix_caching: whether a prompt's beginning is taken from the cache where it has been computed before.
         enforce_eager: no CUDA graphs.
         kernels: "auto" (llama_kernels' on a GPU) or "plain" (torch's, whose draws for a seed are a CPU's too).
+        quantization: "int8", "int4" or "fp8" rounds the weights of the layers when they are loaded; None leaves them.
         attention: "auto", "sdpa", "flash", "triton" or "plain"; see `llama_infer.placement.attention_for`.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "off" doesn't.
         progress: called with the bytes of the model that are loaded, and all of them.
@@ -80,6 +82,7 @@ class LLM:
         enforce_eager: bool = False,
         kernels: str = "auto",
         attention: str = "auto",
+        quantization: str | None = None,
         generation_config: Literal["auto", "off"] = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -98,6 +101,9 @@ class LLM:
         if generation_config not in ("auto", "off"):
             raise ValueError(f"generation_config must be 'auto' or 'off', got {generation_config!r}")
         self.model_sampling = ModelSampling()
+        if quantization is not None and (quantization not in QUANTIZATIONS or isinstance(model, Llama)):
+            held = "; a Llama that you hold, round with quantize_model" if isinstance(model, Llama) else ""
+            raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}{held}, got {quantization!r}")
         if isinstance(model, Llama):
             self.model = model
         else:
@@ -109,7 +115,9 @@ class LLM:
             where = resolve_device(device)
             ops = ops_for(where, kernels)
             self.model = load_model(path, resolve_dtype(dtype, where), where, ops, progress=progress)
-            if kernels == "auto":
+            if quantization is not None:
+                quantize_model(self.model, quantization)
+            elif kernels == "auto":
                 pack_projections(self.model)
                 use_onednn(self.model)
             if generation_config == "auto":

@@ -1,18 +1,20 @@
-"""Weights of fewer bits: the linear layers of a loaded model, rounded in place and multiplied by llama_kernels' kernels.
+"""Weights of fewer bits: the linear layers of a loaded model, rounded in place and multiplied by llama_kernels.
 
-int8 and fp8 have one scale for each output, int4 a scale and a minimum for each 128 inputs. The embedding and the output
-head stay as they are: every token passes them once, and their rounding shows most.
+int8 and fp8 have one scale for each output, int4 a scale and a minimum for each 128 inputs. Layers that read the same
+input (q, k, v; gate, up) become one product. The embedding and the output head stay as they are: their rounding shows
+most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import llama_kernels
 from llama_core import Llama
+from llama_core.packing import Packable
 
 QUANTIZATIONS = ("int8", "int4", "fp8")
 
@@ -21,7 +23,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer with rounded weights.
 
     Args:
-        linear: the layer; it is read, not kept.
+        linears: layers of the same input, whose outputs come side by side; they are read, not kept.
         kind: one of QUANTIZATIONS.
 
     Raises:
@@ -30,16 +32,17 @@ class QuantizedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, kind: str) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], kind: str) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.sizes = tuple(linear.out_features for linear in linears)
         rounded, self._multiply = _FUNCTIONS[kind]
         names = ("weight", "scale", "minimum")
-        parts = rounded(linear.weight)
-        for name, part in zip(names, parts, strict=False):
-            self.register_buffer(name, part)
-        self._names = names[: len(parts)]
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        parts = [rounded(linear.weight) for linear in linears]
+        for name, each in zip(names, zip(*parts, strict=True), strict=False):
+            self.register_buffer(name, torch.cat(each))
+        self._names = names[: len(parts[0])]
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.register_buffer("bias", torch.cat(biases) if biases else None)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self._multiply(x, *(getattr(self, name) for name in self._names))
@@ -58,19 +61,22 @@ def quantize_model(model: Llama, kind: str) -> None:
     """Round the linear layers of every decoder layer, in place; one layer's weights are held twice meanwhile.
 
     Raises:
-        ValueError: another kind than those of QUANTIZATIONS, or a shape that the kind does not fit; nothing has changed.
+        ValueError: another kind than those of QUANTIZATIONS, or a shape that it does not fit; nothing has changed.
     """
     if kind not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
-    found = [
-        (module, name, child)
-        for module in model.model.layers.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear)
+    holders = [module for module in model.model.layers.modules() if isinstance(module, Packable)]
+    linears = [
+        (name, child) for each in holders for name, child in each.named_children() if isinstance(child, nn.Linear)
     ]
-    if kind == "int4":
-        for _, name, child in found:
-            if child.in_features % 128:
-                raise ValueError(f"int4 rounds 128 inputs together; {name} has {child.in_features}")
-    for module, name, child in found:
-        setattr(module, name, QuantizedLinear(child, kind))
+    for name, child in linears:
+        if kind == "int4" and child.in_features % 128:
+            raise ValueError(f"int4 rounds 128 inputs together; {name} has {child.in_features}")
+    for holder in holders:
+        joined = QuantizedLinear([getattr(holder, name) for name in holder.packs], kind)
+        holder.joined, holder.joined_sizes = joined, joined.sizes
+        for name in holder.packs:
+            setattr(holder, name, None)
+        for name, alone in list(holder.named_children()):  # o_proj, down_proj
+            if isinstance(alone, nn.Linear):
+                setattr(holder, name, QuantizedLinear([alone], kind))
