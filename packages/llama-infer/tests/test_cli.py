@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,8 @@ def test_closed_and_full_streams(save: Save, redirection: str, code: int, messag
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == (1 if message else 0)
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capfd.readouterr().out == f"llama-infer {version('llama-infer')}\n"
