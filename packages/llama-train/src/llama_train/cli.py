@@ -16,6 +16,7 @@ Train a Llama, on one process or on many.
 
 commands:
   run CONFIG.toml   train as the file says; flags override its keys
+  prepare INPUT...  text, JSON lines, Parquet or a data set to token shards, on all cores, resumable
   parity            does a layout of processes train the same model as one? largest differences of a small run
 
 Each explains itself: llama-train run --help. On several processes torchrun starts them:
@@ -25,7 +26,7 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 """
 
 # A command is a module of its name with a function `main(arguments) -> exit status`.
-_COMMANDS = {"run": "cli_run", "parity": "cli_parity"}
+_COMMANDS = {"run": "cli_run", "prepare": "cli_prepare", "parity": "cli_parity"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
