@@ -154,6 +154,16 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(python=FLOOR)
+def docs(session: nox.Session) -> None:
+    """The site, from docs/ and docstrings, into build/docs; every warning is an error."""
+    session.install(*group("docs"), *editable(*PACKAGES))
+    session.run("python", "-m", "doctest", "docs/public_api.py")
+    env = {"OMP_NUM_THREADS": "1"}
+    session.run("sphinx-build", "-q", "-E", "-W", "--keep-going", "-d", "build/doctrees", "docs", "build/docs", env=env)
+    session.log("see build/docs/index.html")
+
+
+@nox.session(python=FLOOR)
 def workspace(session: nox.Session) -> None:
     """Versions and ranges resolve from built wheels; the commands of READMEs and docs do what they say."""
     session.install(*group("workspace"))

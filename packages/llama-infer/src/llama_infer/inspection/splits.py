@@ -48,7 +48,7 @@ def splits(config: LlamaConfig) -> tuple[Split, ...]:
             str(kv_heads),
             "heads: rows of k_proj and v_proj, and the cache",
             "tp",
-            _list([n for n in range(1, MOST + 1) if _shares_kv(n, kv_heads)]),
+            f"{_list(_divisors(kv_heads))}, multiples of {kv_heads}",
             f"beyond {kv_heads}, ranks hold copies of the same heads: that saves no more memory",
         ),
         Split(
