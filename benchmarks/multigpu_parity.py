@@ -41,6 +41,8 @@ class Case:
             words.append(plan.context)
         if not plan.sequence_parallel:
             words.append("without sequence parallelism")
+        if plan.overlap_tp:
+            words.append("overlapped")
         if plan.activation_checkpointing != "none":
             words.append(f"{plan.activation_checkpointing} checkpointing")
         return ", ".join([*words, *(["packed documents"] * self.packed), *(["tied"] * self.tied)])
@@ -68,6 +70,7 @@ def cases(gpus: int) -> list[Case]:
     n, found = gpus, []
     found += [Case(ParallelConfig(dp_replicate=n)), Case(ParallelConfig(dp_shard=n))]
     found += [Case(ParallelConfig(tp=n)), Case(ParallelConfig(tp=n), ParallelPlan(sequence_parallel=False))]
+    found.append(Case(ParallelConfig(tp=n), ParallelPlan(overlap_tp=True)))
     found += [Case(ParallelConfig(cp=n), plan, packed) for plan in (ring, ulysses) for packed in (False, True)]
     pipelines = [ParallelPlan(schedule=name) for name in SCHEDULES if n < 8 or name != "interleaved_1f1b"]
     found += [Case(ParallelConfig(pp=n), plan) for plan in pipelines]

@@ -11,6 +11,7 @@ from llama_parallel.schedules import stages_of_rank
 # picotron has no tied embeddings, and is what SmolLM's numbers are compared with
 SMOL = preset("smollm-1.7b").replace(tie_word_embeddings=False)
 LLAMA2, LLAMA3 = preset("llama-2-7b"), preset("llama-3-8b")
+PLAIN, OVERLAP = ParallelPlan(), ParallelPlan(overlap_tp=True)
 SMALL = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=8, max_position_embeddings=512,
@@ -78,6 +79,7 @@ def works(gpus: int) -> list[Work]:
         Work(f"dp{n}", SMOL, dp, baseline="one"),
         Work(f"fsdp{n}", SMOL, ParallelConfig(dp_shard=n), baseline="one"),
         Work(f"tp{n}", SMOL, ParallelConfig(tp=n), baseline="one"),
+        Work(f"tp{n} overlapped", SMOL, ParallelConfig(tp=n), OVERLAP, baseline="one"),
         *(pipeline(f"pp{n} {name}", SMOL, ParallelConfig(pp=n), name, "one") for name in _SCHEDULES),
         one[1],
         *(context(f"cp{n} {kind} 8k", ParallelConfig(cp=n), kind, 8192) for kind in ("ring", "ulysses")),
@@ -85,6 +87,7 @@ def works(gpus: int) -> list[Work]:
         Work("8B one", LLAMA3, rows=1, length=8192, accumulation=1, timeout=90),
         eight(f"8B fsdp{n}", ParallelConfig(dp_shard=n)),
         eight(f"8B tp{n}", ParallelConfig(tp=n)),
+        eight(f"8B tp{n} overlapped", ParallelConfig(tp=n), OVERLAP),
         *(work for work in mixes(n) if work.model is not SMOL),
         *(context(f"cp{n} {kind} 32k", ParallelConfig(cp=n), kind, 32768) for kind in ("ring", "ulysses")),
         context(f"cp{n} ring 128k", ParallelConfig(cp=n), "ring", 131072),
@@ -137,6 +140,6 @@ def context(name: str, layout: ParallelConfig, kind: str, length: int) -> Work:
     return Work(name, SMOL, layout, plan, 1, length, count, baseline, timeout=75.0 if length <= 32768 else 120.0)
 
 
-def eight(name: str, layout: ParallelConfig) -> Work:
+def eight(name: str, layout: ParallelConfig, plan: ParallelPlan = PLAIN) -> Work:
     """Llama-3-8B at its full context."""
-    return Work(name, LLAMA3, layout, rows=1, length=8192, accumulation=1, baseline="8B one", timeout=90)
+    return Work(name, LLAMA3, layout, plan, rows=1, length=8192, accumulation=1, baseline="8B one", timeout=90)

@@ -53,23 +53,27 @@ def stretch(x: Tensor, size: int, rank: int) -> Tensor:
     return x.flatten(0, 1).chunk(size)[rank].unflatten(0, (len(x), -1))
 
 
-def on_rank(rank: int, biased: bool, shared: bool) -> tuple[Any, ...]:
+def on_rank(rank: int, biased: bool, shared: bool, early: bool) -> tuple[Any, ...]:
     x, weights, biases, grads = example(biased)
     axis = Axis.of(build_mesh(ParallelConfig(tp=SIZE)), "tp")
     x = (stretch(x, SIZE, rank) if shared else x).clone().requires_grad_()
     weights = [w.chunk(SIZE)[rank].clone().requires_grad_() for w in weights]
     biases = [None if b is None else b.chunk(SIZE)[rank].clone().requires_grad_() for b in biases]
     with Order() as forward:
-        outs = column_products(x, weights, biases, axis, shared)
+        outs = column_products(x, weights, biases, axis, shared, early=early)
     with Order() as backward:
         torch.autograd.backward(outs, [g.chunk(SIZE, -1)[rank] for g in grads])
     of_biases = [None if b is None else b.grad for b in biases]
     return [o.detach() for o in outs], x.grad, [w.grad for w in weights], of_biases, forward.names, backward.names
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["sequence shared", "sequence whole"])
+@pytest.mark.parametrize(
+    ("shared", "early"),
+    [(True, False), (True, True), (False, False)],
+    ids=["sequence shared", "own part first", "sequence whole"],
+)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-def test_equals_plain_products(biased: bool, shared: bool) -> None:
+def test_equals_plain_products(biased: bool, shared: bool, early: bool) -> None:
     x, weights, biases, grads = example(biased)
     leaves = [x, *weights, *(b for b in biases if b is not None)]
     for leaf in leaves:
@@ -77,7 +81,7 @@ def test_equals_plain_products(biased: bool, shared: bool) -> None:
     wanted = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     torch.autograd.backward(wanted, grads)
     assert x.grad is not None
-    results = run_ranks(on_rank, SIZE, biased, shared)
+    results = run_ranks(on_rank, SIZE, biased, shared, early)
     for rank, (outs, of_x, of_weights, of_biases, forward, backward) in enumerate(results):
         for out, right in zip(outs, wanted, strict=True):
             torch.testing.assert_close(out, right.detach().chunk(SIZE, -1)[rank])
@@ -88,7 +92,8 @@ def test_equals_plain_products(biased: bool, shared: bool) -> None:
                 torch.testing.assert_close(found, leaf.grad.chunk(SIZE)[rank])
         three = ["product"] * 3
         if shared:
-            assert forward == ["gather", "wait", *three]  # one for all three
+            # one for all three; behind half of the products where own ones come first
+            assert forward == (["gather", *three, "wait", *three] if early else ["gather", "wait", *three])
             # x comes while its gradient is computed, which leaves while the weights' are
             assert backward == ["gather", *three, "scatter", "wait", *three, "wait"]
         else:

@@ -10,6 +10,7 @@
 | `gather`              | all-gather      | own part        | shards, into a tensor that all hold               |
 | `all_to_all`          | all-to-all      | all-to-all      | from shards of one dimension to those of another  |
 | `start_shift`         | send, receive   | by its user     | keys and values round the ring                    |
+| `start_exchange`      | all-to-all      | by its user     | out of row-parallel products, while they are made |
 
 They are torch's functional collectives (torch.ops._c10d_functional): the same on gloo and NCCL, traced by torch.compile
 as they are, and started without waiting, so that a caller may compute until `finish`.
@@ -74,6 +75,13 @@ def start_shift(x: Tensor, axis: Axis) -> Tensor:
     source, target = [0] * axis.size, [0] * axis.size
     source[axis.rank - 1], target[(axis.rank + 1) % axis.size] = len(x), len(x)
     return _ops.all_to_all_single(x.contiguous(), source, target, axis.group)  # type: ignore[no-any-return]
+
+
+def start_exchange(x: Tensor, axis: Axis) -> Tensor:
+    """Equal parts for every other rank, in rank order → those that they have for this one, once `finish`ed."""
+    sizes = [len(x) // (axis.size - 1)] * axis.size
+    sizes[axis.rank] = 0
+    return _ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.group)  # type: ignore[no-any-return]
 
 
 def finish(x: Tensor) -> Tensor:

@@ -40,6 +40,10 @@ class ParallelPlan:
     sequence_parallel: bool = True
     """Tensor-parallel ranks share the sequence between products. Off for decoding, where it has one token."""
 
+    overlap_tp: bool = False
+    """With sequence parallelism, hide what tp sends forward, too, behind halves of products (smaller ones, so it pays
+    where they are large). Not with compile or selective checkpointing, which see no product in such halves."""
+
     activation_checkpointing: str = "none"
     """"none", "selective" or "full"; see llama_core.set_activation_checkpointing."""
 
@@ -152,6 +156,8 @@ def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None
         ValueError: the model does not fit the mesh or plan (see `check_layout` for all reasons at once).
     """
     plan = ParallelPlan() if plan is None else plan
+    if plan.overlap_tp and (plan.compile or plan.activation_checkpointing == "selective"):
+        raise ValueError("overlap_tp goes neither with compile nor with selective activation checkpointing")
     check_context(model.config, mesh, plan.context)
     pp, virtual = mesh["pp"].size(), stages_of_rank(plan.schedule, plan.virtual_stages)
     stages = stage_layers(model.config, pp * virtual, plan.layers_per_stage) if pp > 1 else ()
@@ -163,7 +169,7 @@ def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None
     elif mesh["cp"].size() > 1:
         model.attend = context_attend(mesh, plan.context, backend=plan.attention)
     if mesh["tp"].size() > 1:
-        apply_tensor_parallel(model, mesh, plan.sequence_parallel)
+        apply_tensor_parallel(model, mesh, plan.sequence_parallel, plan.overlap_tp)
     set_activation_checkpointing(model, plan.activation_checkpointing, keep=_KEPT)
     if plan.compile:
         compile_layers(model, **plan.compile_options)

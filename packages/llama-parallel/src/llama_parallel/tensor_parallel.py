@@ -27,13 +27,14 @@ from llama_core.model import MLP, Attention, DecoderLayer, Embedding, RMSNorm
 from .collectives import TOKENS, Axis, all_reduce, all_reduce_gradient, gather, reduce_scatter
 from .column_products import column_products
 from .deferred_products import DeferredProducts
+from .row_products import row_product
 from .vocab_loss import VocabParallelCrossEntropy
 
 _FEATURES = -1
 _WHOLE = None
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool = True) -> None:
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool = True, early: bool = False) -> None:
     """Share every layer of `model` over the dimension tp, in place; `model.ops` gets the vocabulary-parallel loss.
 
     Works on a model on the meta device and on one with weights, of which each rank keeps its part without asking the
@@ -45,11 +46,13 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
         sequence_parallel: share the sequence between products. Otherwise norms and the residual stream are computed
             alike on all ranks, an all-reduce stands in for each pair of all-gather and reduce-scatter, and a sequence
             may have any length, one token as well.
+        early: with sequence parallelism, hide forward's communication too, behind parts of products; not for selective
+            checkpointing and compilation (see `column_products`).
 
     Raises:
         ValueError: heads, key/value heads, feed-forward width or vocabulary do not fit the number of ranks.
     """
-    shape, tp = model.config, Tp(mesh, sequence_parallel)
+    shape, tp = model.config, Tp(mesh, sequence_parallel, early)
     size = tp.axis.size
     if shape.num_attention_heads % size or shape.intermediate_size % size:
         raise ValueError(
@@ -81,10 +84,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
 class Tp:
     """The tensor-parallel dimension: for parameters a mesh, for tensors in motion an axis."""
 
-    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool, early: bool) -> None:
         self.mesh = mesh["tp"]
         self.axis = Axis.of(mesh, "tp")
         self.sequence_parallel = sequence_parallel
+        self.early = early and sequence_parallel and self.axis.size > 1
 
     def place(self, parameter: Tensor | None, dim: int | None) -> nn.Parameter | None:
         """The parameter at rest: sharded along `dim`, or whole on each rank."""
@@ -147,9 +151,14 @@ class RowParallelLinear(Linear):
         self.tp = tp
         tp.place_linear(self, weight_dim=1, bias_dim=_WHOLE)
         self.product = whole.product
+        self.deferred: DeferredProducts | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self.tp.sum_out(self.product(input, in_motion(self.weight), None))
+        weight = in_motion(self.weight)
+        if self.tp.early and (self.product is F.linear or self.deferred is not None):
+            out = row_product(input, weight, self.tp.axis, self.deferred)
+        else:
+            out = self.tp.sum_out(self.product(input, weight, None))
         return out if self.bias is None else out + self.tp.used_on_shards(self.bias)  # once, not once per rank
 
 
@@ -179,7 +188,9 @@ class TensorParallelAttention(Attention):
         biases: list[Tensor | None] = [None] * len(layers)
         if self.q_proj.bias is not None:
             biases = [in_motion(self.q_proj.bias), self._of_kv(self.k_proj.bias), self._of_kv(self.v_proj.bias)]
-        return column_products(x, weights, biases, self.tp.axis, self.tp.sequence_parallel, self.deferred)
+        return column_products(
+            x, weights, biases, self.tp.axis, self.tp.sequence_parallel, self.deferred, self.tp.early
+        )
 
     def _of_kv(self, parameter: Tensor) -> Tensor:
         local = in_motion(parameter)
@@ -205,7 +216,9 @@ class TensorParallelMLP(MLP):
         layers = (self.gate_proj, self.up_proj)
         weights = [in_motion(layer.weight) for layer in layers]
         biases = [None if layer.bias is None else in_motion(layer.bias) for layer in layers]
-        return column_products(x, weights, biases, self.tp.axis, self.tp.sequence_parallel, self.deferred)
+        return column_products(
+            x, weights, biases, self.tp.axis, self.tp.sequence_parallel, self.deferred, self.tp.early
+        )
 
 
 class VocabParallelEmbedding(Embedding):
