@@ -15,7 +15,6 @@ project_copyright = "Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "public_api"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["toc.empty_glob"]  # the table of contents names folders by pattern
 html_theme = "furo"
 html_show_sourcelink = False
 
@@ -48,5 +47,13 @@ def name_files_outside(app: Any, name: str, source: list[str]) -> None:
     source[0] = LINK.sub(replace, source[0])
 
 
+def list_other_pages(app: Any, name: str, source: list[str]) -> None:
+    """The table of contents names every page: those that it does not order itself come after the others."""
+    if name == "index":
+        others = sorted(page for page in app.env.found_docs - {name} if f"\n{page}\n" not in source[0])
+        source[0] = source[0].replace("%other pages%", "\n".join(others))
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", name_files_outside)
+    app.connect("source-read", list_other_pages)
