@@ -48,7 +48,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", default="", metavar="NAME", help="beginnings of names: the kernels of one step")
     parser.add_argument("--compile", action="store_true", help="torch.compile of each layer")
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timed steps for each work")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of timed steps for each work")
     parser.add_argument("--budget", type=float, default=460.0, help="seconds after which no new work begins")
     parser.add_argument("--list", action="store_true", help="only name the works")
     return parser.parse_args(words)

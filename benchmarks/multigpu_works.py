@@ -78,6 +78,9 @@ def works(gpus: int) -> list[Work]:
         one[0],
         Work(f"dp{n}", SMOL, dp, baseline="one"),
         Work(f"fsdp{n}", SMOL, ParallelConfig(dp_shard=n), baseline="one"),
+        Work(
+            f"fsdp{n} kept", SMOL, ParallelConfig(dp_shard=n), ParallelPlan(reshard_after_forward=False), baseline="one"
+        ),
         Work(f"tp{n}", SMOL, ParallelConfig(tp=n), baseline="one"),
         Work(f"tp{n} overlapped", SMOL, ParallelConfig(tp=n), OVERLAP, baseline="one"),
         *(pipeline(f"pp{n} {name}", SMOL, ParallelConfig(pp=n), name, "one") for name in _SCHEDULES),

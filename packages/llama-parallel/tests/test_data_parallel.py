@@ -131,6 +131,36 @@ def test_accumulation_reduces_once() -> None:
     assert run_ranks(work, 2) == [(groups, groups)] * 2
 
 
+def test_kept_parameters_are_gathered_once_a_step() -> None:
+    """And anew in the next, whose weights are others."""
+
+    def work(rank: int) -> tuple[int, int, list[float], bool]:
+        parallel = make(ParallelConfig(dp_shard=2), ParallelPlan(reshard_after_forward=False))
+        optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.5)
+        losses = []
+        with Sent() as sent:
+            for _ in range(2):
+                losses.append(float(accumulate_gradients(parallel, [MicroBatch(TOKENS, TOKENS)] * 3)[0]))
+                optimizer.step()
+                optimizer.zero_grad()
+        sharded = all(isinstance(p, DTensor) for p in parallel.model.parameters())
+        return sent.count("allgather"), sent.count("reduce_scatter"), losses, sharded
+
+    model, wanted = alone(), []
+    for _ in range(2):
+        assert model.lm_head is not None
+        loss = model.ops.linear_cross_entropy(model(TOKENS), model.lm_head.weight, TOKENS)
+        loss.backward()
+        wanted.append(float(loss.detach()))
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        model.zero_grad()
+    groups = T0.num_hidden_layers + 2
+    for gathered, reduced, losses, sharded in run_ranks(work, 2):
+        assert (gathered, reduced) == (2 * groups, 2 * groups)
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert sharded
+
+
 def test_evaluation_before_a_step_leaves_no_stale_head() -> None:
     """Without a backward pass, norm and head stay gathered; the next training step must not use them."""
 

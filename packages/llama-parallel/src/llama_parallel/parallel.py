@@ -61,8 +61,8 @@ class ParallelPlan:
     """In which data-parallel ranks sum gradients; None: float32, or the parameters' own if that is wider."""
 
     reshard_after_forward: bool | None = None
-    """Drop gathered parameters between forward and backward. None: unless there are pipeline stages, where each
-    micro-batch would gather them anew."""
+    """Drop gathered parameters between forward and backward. False: keep them to the last micro-batch's backward, one
+    all-gather in a step, for whom the whole model fits. None: drop them, unless there are pipeline stages."""
 
     context: str = "ring"
     """How cp shares a sequence: "ring" or "ulysses"."""
@@ -136,6 +136,8 @@ class Parallel:
             self.replication.set_requires_gradient_sync(enabled)
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
+            if self.plan.reshard_after_forward is False:
+                self.model.set_reshard_after_backward(enabled)
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, plan: ParallelPlan | None = None) -> Parallel:
