@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _CELL_BITS = 12
 _OFFSET_BITS = 24
-_CHUNK = 1 << 18  # elements drawn at a time: temporaries stay small beside the weights, and in the cache
+_CHUNK = 1 << 18  # elements drawn at a time: temporaries stay small beside the weights, and in a CPU's cache
+_CHUNK_GPU = 1 << 24  # some twenty kernels draw a chunk, and each takes longer to launch than a small chunk to compute
 
 
 @torch.no_grad()
@@ -70,7 +71,8 @@ def fill_normal(
     key = _key(name, seed)
     low, width = (torch.tensor(x, dtype=torch.float32, device=out.device) for x in _cells())
     columns = torch.arange(column0, column0 + block.shape[1], dtype=torch.int64, device=out.device)
-    step = max(1, _CHUNK // max(1, block.shape[1]))
+    chunk = _CHUNK if out.device.type == "cpu" else _CHUNK_GPU
+    step = max(1, chunk // max(1, block.shape[1]))
     for start in range(0, block.shape[0], step):
         rows = torch.arange(start, min(start + step, block.shape[0]), dtype=torch.int64, device=out.device)
         index = (rows.unsqueeze(1) + row0) * stride + columns
