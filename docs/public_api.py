@@ -36,12 +36,12 @@ class PublicApi(SphinxDirective):
         package = import_module(self.arguments[0])
         assert package.__file__ is not None
         self.env.note_dependency(package.__file__)
-        lines = []
+        lines, members = [], ("   :members:", "   :special-members: __call__")
         for name in re_exports(Path(package.__file__).read_text(encoding="utf-8")):
             value = getattr(package, name)
             # A type alias or a table has no docstring of its own, and would show that of its type.
             kind = "autoclass" if inspect.isclass(value) else "autofunction" if inspect.isroutine(value) else "py:data"
-            lines += [f".. {kind}:: {package.__name__}.{name}", *(["   :members:"] if kind == "autoclass" else []), ""]
+            lines += [f".. {kind}:: {package.__name__}.{name}", *(members if kind == "autoclass" else ()), ""]
         node = nodes.container()
         self.state.nested_parse(StringList(lines, self.arguments[0]), self.content_offset, node)
         return node.children
