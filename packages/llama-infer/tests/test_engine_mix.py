@@ -34,12 +34,13 @@ def engine_for(
     contiguous: bool = True,
     attend_rows: AttendRows | None = sdpa_rows,
     overlap: bool = False,
+    guess: int = 0,
 ) -> Engine:
     pool = BlockPool(blocks, size, prefix_caching=prefix, contiguous=contiguous)
     cache = PagedKVCache(model.config, blocks, size, torch.float32)
     cache.memory.fill_(float("nan"))  # whatever is read must have been written
     runner = ModelRunner(model, cache, seqs, CONTEXT, attend_rows)
-    return Engine(Scheduler(pool, seqs, budget), runner, Sampler(False), LogprobWriter(model, None), overlap)
+    return Engine(Scheduler(pool, seqs, budget, guess), runner, Sampler(False), LogprobWriter(model, None), overlap)
 
 
 def naive(model: Llama, prompt: list[int], count: int, **settings: Any) -> list[int]:
@@ -72,6 +73,9 @@ MIXES: list[dict[str, Any]] = [
     {"blocks": 13, "contiguous": False, "attend_rows": None, "overlap": True, "prefix": False},
     {"attend_rows": rows_by_backend("plain"), "budget": 9, "size": 3, "blocks": 17},
     {"seqs": 1, "budget": 3},
+    {"guess": 3},
+    {"guess": 5, "blocks": 13, "budget": 9},
+    {"guess": 2, "contiguous": False, "attend_rows": None, "size": 3, "blocks": 17},
 ]
 
 
@@ -171,3 +175,46 @@ def test_a_row_of_nan_ends_alone(make_model: Callable[..., Llama]) -> None:
     assert "largest logit is nan" in (sequences[1].error or "")
     for sequence in (sequences[0], sequences[2]):
         assert sequence.token_ids == naive(model, sequence.prompt_ids, 5)
+
+
+def repeating(make_model: Callable[..., Llama]) -> Llama:
+    """A model that soon goes round in circles: its layers add little to the embedding of the newest token."""
+    model = make_model()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(0.05)
+        layer.mlp.down_proj.weight.mul_(0.05)
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 0.05, "seed": 5}, {"temperature": 0.2, "top_k": 3, "seed": 1}]
+)
+def test_guesses_change_nothing_but_the_number_of_steps(
+    make_model: Callable[..., Llama], settings: dict[str, Any]
+) -> None:
+    model = repeating(make_model)
+    engine = engine_for(model, guess=4, seqs=3, blocks=36)
+    prompts = [[1, 2, 3, 1, 2], [7], [9, 9, 9]]
+    sequences = [Sequence(prompt, SamplingParams(**settings), 30) for prompt in prompts]
+    steps = sum(1 for _ in engine.run(sequences))
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.token_ids == naive(model, prompt, 30, **settings)
+    assert 0 < engine.accepted <= engine.guessed
+    if settings["temperature"] == 0:
+        assert steps < 20
+    else:
+        assert engine.accepted < engine.guessed  # or nothing tests what is dropped
+    engine.scheduler.pool.check()
+    assert engine.scheduler.pool.free == engine.scheduler.pool.num_blocks
+
+
+def test_an_end_token_among_guesses_ends(make_model: Callable[..., Llama]) -> None:
+    model = repeating(make_model)
+    expected = naive(model, [7], 30)
+    end = expected[-1]
+    engine = engine_for(model, guess=4, blocks=36)
+    sequence = Sequence([7], SamplingParams(temperature=0.0, stop_token_ids=(end,)), 30)
+    for _ in engine.run([sequence]):
+        pass
+    assert sequence.finish_reason == "stop"
+    assert sequence.token_ids == expected[: expected.index(end) + 1]

@@ -59,6 +59,8 @@ class ModelOptions:
     """auto: the paged Triton kernels on a GPU, torch's scaled_dot_product_attention elsewhere."""
     quantization: Literal["int8", "int4", "fp8"] | None = None
     """Round the weights of the layers to fewer bits."""
+    speculative_tokens: int = 0
+    """The most tokens to guess ahead from the text itself. The result stays the same; texts that repeat come sooner."""
     generation_config: Literal["auto", "off"] = "auto"
     """auto: the model's generation_config.json gives the defaults of the sampling flags."""
 
@@ -78,6 +80,7 @@ class ModelOptions:
                 kernels=self.kernels,
                 attention=self.attention,
                 quantization=self.quantization,
+                speculative_tokens=self.speculative_tokens,
                 generation_config=self.generation_config,
                 progress=tell,
             )

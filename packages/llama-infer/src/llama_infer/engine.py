@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .logprobs import LogprobWriter
 from .runner import ModelRunner
-from .sampler import Drawn, Sampler, needs_history
+from .sampler import Drawn, Sampler
 from .scheduler import Scheduler, Work
-from .sequence import Sequence
+from .sequence import Sequence, needs_history
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class _Step:
 
     batch: list[Work]
     drawing: list[Work]
+    states: list[Tensor | None]
+    """Of the generators of those with guesses, before the draws."""
     drawn: Drawn | None
     logits: Tensor
 
@@ -31,7 +33,10 @@ class Engine:
 
     Args:
         scheduler, runner, sampler, logprobs: its parts.
-        overlap: send a step off before the tokens of the one before are on the host; for a GPU.
+        overlap: send a step off before the tokens of the one before are on the host; for a GPU, and without guesses.
+
+    Attributes:
+        guessed, accepted: tokens that were guessed (`prompt_lookup`), and those of them that were right.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Engine:
         self.sampler = sampler
         self.logprobs = logprobs
         self.overlap = overlap
+        self.guessed = self.accepted = 0
         self._under_way: _Step | None = None
         self._turn = threading.RLock()
 
@@ -87,9 +93,11 @@ class Engine:
             pool.copies.clear()
             hidden, logits = self.runner.run(batch)
             drawing = [work for work in batch if work.samples]
+            states = [work.sequence.generator.get_state() if work.guesses else None for work in drawing]
             drawn = None
             if drawing:
-                drawn = self.sampler.draw(logits, [work.sequence for work in drawing], self.runner.newest)
+                rows = [work.sequence for work in drawing for _ in range(1 + len(work.guesses))]
+                drawn = self.sampler.draw(logits, rows, self.runner.newest)
             if any(work.sequence.params.prompt_logprobs is not None for work in batch):
                 self.logprobs.of_prompt(batch, hidden)
         except BaseException:  # half a pass, e.g. Ctrl-C: the cache doesn't hold these tokens
@@ -97,31 +105,50 @@ class Engine:
             raise
         for work in drawing:
             work.sequence.pending += 1
-        return _Step(batch, drawing, drawn, logits)
+        return _Step(batch, drawing, states, drawn, logits)
 
     def _collect(self) -> None:
         step, self._under_way = self._under_way, None
         if step is None:
             return
         results = step.drawn.wait() if step.drawn is not None else []
-        for row, (work, (token_id, largest)) in enumerate(zip(step.drawing, results, strict=True)):
+        row = 0
+        for work, state in zip(step.drawing, step.states, strict=True):
+            rows = range(row, row + 1 + len(work.guesses))
+            row = rows.stop
             sequence = work.sequence
             sequence.pending -= 1
-            if sequence.has_ended():  # it ended while this token was on its way
+            if sequence.has_ended():  # while these tokens were on their way
                 continue
-            if not math.isfinite(largest):
-                sequence.abort(
-                    f"the largest logit is {largest}; it must be a finite number: the weights are damaged, or the "
-                    "model overflows in this dtype"
-                )
-            else:
-                if sequence.logprobs is not None:
-                    wanted = sequence.params.logprobs or 0
-                    sequence.logprobs.append(self.logprobs.entry(step.logits[row], token_id, wanted))
-                sequence.append(token_id)
+            taken = self._take(work, [results[at] for at in rows], step.logits[rows.start])
+            if work.guesses:
+                self.guessed += len(work.guesses)
+                self.accepted += taken - 1
+                sequence.computed = min(sequence.computed, len(sequence.ids) - 1)
+                if state is not None:  # as if only what was taken had been drawn
+                    sequence.rewind(state, taken)
             if sequence.has_ended():
                 self.scheduler.remove(sequence)
         for work in step.batch:
             sequence = work.sequence
             if sequence.slot >= 0:
                 self.scheduler.pool.commit(sequence.table, sequence.ids, min(sequence.computed, len(sequence.ids)))
+
+    def _take(self, work: Work, results: list[tuple[int, float]], logits_V: Tensor) -> int:
+        """Append the tokens drawn at the newest and at the guesses behind it, up to the first that was not guessed
+        right; returns how many."""
+        sequence = work.sequence
+        for count, (token_id, largest) in enumerate(results, start=1):
+            if not math.isfinite(largest):
+                sequence.abort(
+                    f"the largest logit is {largest}; it must be a finite number: the weights are damaged, or the "
+                    "model overflows in this dtype"
+                )
+                return count
+            if sequence.logprobs is not None:
+                wanted = sequence.params.logprobs or 0
+                sequence.logprobs.append(self.logprobs.entry(logits_V, token_id, wanted))
+            sequence.append(token_id)
+            if sequence.has_ended() or count > len(work.guesses) or work.guesses[count - 1] != token_id:
+                return count
+        raise AssertionError("the last row has no guess behind it")

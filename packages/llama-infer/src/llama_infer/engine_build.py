@@ -36,6 +36,7 @@ class EngineSettings:
     enforce_eager: bool = False
     kernels: str = "auto"
     attention: str = "auto"
+    speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
@@ -48,6 +49,9 @@ class EngineSettings:
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        guesses = self.speculative_tokens
+        if isinstance(guesses, bool) or not isinstance(guesses, int) or guesses < 0:
+            raise ValueError(f"speculative_tokens must be a whole number of at least 0, got {guesses!r}")
         if self.kernels not in ("auto", "plain"):
             raise ValueError(f"kernels must be 'auto' or 'plain', got {self.kernels!r}")
 
@@ -110,11 +114,11 @@ def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSett
         graphs=cuda and attend_rows is None and not settings.enforce_eager,
     )
     engine = Engine(
-        Scheduler(pool, max_num_seqs, most_tokens),
+        Scheduler(pool, max_num_seqs, most_tokens, settings.speculative_tokens),
         runner,
         Sampler(fast=cuda and settings.kernels == "auto"),
         LogprobWriter(model, tokenizer),
-        overlap=cuda and attend_rows is None,
+        overlap=cuda and attend_rows is None and not settings.speculative_tokens,
     )
     return BuiltEngine(engine, wanted, remarks)
 

@@ -49,6 +49,8 @@ class LLM:
         enable_prefix_caching: whether a prompt's beginning is taken from the cache where it has been computed before.
         enforce_eager: no CUDA graphs.
         kernels: "auto" (llama_kernels' on a GPU) or "plain" (torch's, whose draws for a seed are a CPU's too).
+        speculative_tokens: the most tokens to guess ahead from the text itself; the result stays the same, texts that
+            repeat themselves come sooner (on a CPU, or a small model; on a GPU such steps are no CUDA graphs yet).
         quantization: "int8", "int4" or "fp8" rounds the weights of the layers when they are loaded; None leaves them.
         attention: "auto", "sdpa", "flash", "triton" or "plain"; see `llama_infer.placement.attention_for`.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "off" doesn't.
@@ -82,6 +84,7 @@ class LLM:
         enforce_eager: bool = False,
         kernels: str = "auto",
         attention: str = "auto",
+        speculative_tokens: int = 0,
         quantization: str | None = None,
         generation_config: Literal["auto", "off"] = "auto",
         progress: Callable[[int, int], None] | None = None,
@@ -97,6 +100,7 @@ class LLM:
             enforce_eager,
             kernels,
             attention,
+            speculative_tokens,
         )
         if generation_config not in ("auto", "off"):
             raise ValueError(f"generation_config must be 'auto' or 'off', got {generation_config!r}")

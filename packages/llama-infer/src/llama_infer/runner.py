@@ -93,7 +93,7 @@ class ModelRunner:
         # Where a token has not arrived yet: the slot whose newest it is.
         late = torch.full((len(owner),), -1)
         for row, work in zip(bounds[1:].tolist(), batch, strict=True):
-            if work.start + work.count > len(work.sequence.ids):
+            if work.start + work.count - len(work.guesses) > len(work.sequence.ids):
                 late[row - 1] = work.sequence.slot
         parts = [
             torch.tensor(_new_ids(batch)),
@@ -131,11 +131,13 @@ class ModelRunner:
 
 def _new_ids(batch: list[Work]) -> list[int]:
     """The new tokens, 0 for those that have not arrived."""
-    rows = (work.sequence.ids[work.start : work.start + work.count] for work in batch)
+    rows = ([*work.sequence.ids[work.start : work.start + work.count], *work.guesses] for work in batch)
     padded = (ids + [0] * (work.count - len(ids)) for work, ids in zip(batch, rows, strict=True))
     return list(itertools.chain.from_iterable(padded))
 
 
 def _last_rows(batch: list[Work]) -> list[int]:
+    """Rows whose logits are wanted: of each that samples the newest token, and those of guesses behind it."""
     ends = itertools.accumulate(work.count for work in batch)
-    return [end - 1 for end, work in zip(ends, batch, strict=True) if work.samples]
+    pairs = ((end, work) for end, work in zip(ends, batch, strict=True) if work.samples)
+    return [row for end, work in pairs for row in range(end - 1 - len(work.guesses), end)]

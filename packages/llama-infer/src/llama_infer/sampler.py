@@ -6,6 +6,7 @@ and filters (`llama_core.sample`, or on a GPU one kernel of llama_kernels that n
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -33,24 +34,19 @@ class Drawn:
         return list(zip(map(int, ids), largest, strict=True))
 
 
-def needs_history(sequence: Sequence) -> bool:
-    """Whether the next draw depends on tokens that must have arrived on the host."""
-    params = sequence.params
-    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.logit_bias
-    return bool(penalised or wants_more or (sequence.end_ids and not sequence.may_end))
-
-
 class Sampler:
     """Draws tokens; `fast` by the kernel of llama_kernels, whose draws for a seed are others than llama_core's."""
 
     def __init__(self, fast: bool) -> None:
         self.fast = fast
-        self._settings: tuple[list[int], list[Tensor]] = ([], [])
+        self._settings: tuple[list[Sequence], list[Tensor]] = ([], [])
 
     @torch.inference_mode()
     def draw(self, logits_RV: Tensor, sequences: list[Sequence], newest: Tensor) -> Drawn:
-        """Draw one token for each row, and note it in `newest` (one place for each sequence's slot)."""
+        """Draw one token for each row, and note it in `newest` (one place for each sequence's slot).
+
+        A sequence may have several rows; they are draws after one another.
+        """
         largest_R = logits_RV.amax(dim=-1)  # NaN if there is one in the row
         if any(_is_processed(sequence) for sequence in sequences):
             logits_RV = processed(logits_RV, sequences)
@@ -73,8 +69,7 @@ class Sampler:
     def _draw_fast(self, logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
         if all(sequence.params.temperature == 0 for sequence in sequences):
             return logits_RV.argmax(dim=-1)
-        identities = [id(sequence) for sequence in sequences]
-        if identities != self._settings[0]:  # the batch is mostly that of the step before
+        if sequences != self._settings[0]:  # the batch is mostly that of the step before
             params = [sequence.params for sequence in sequences]
             columns = [
                 torch.tensor([sequence.seed for sequence in sequences]),
@@ -84,9 +79,14 @@ class Sampler:
                 torch.tensor([p.min_p for p in params], dtype=torch.float32),
             ]
             on_device = [column.pin_memory().to(logits_RV.device, non_blocking=True) for column in columns]
-            self._settings = identities, on_device
+            self._settings = sequences, on_device
         seeds, temperature, top_k, top_p, min_p = self._settings[1]
-        drawn = torch.tensor([len(sequence.token_ids) + sequence.pending for sequence in sequences])
+        before: Counter[Sequence] = Counter()  # rows of the same sequence are one draw after the other
+        places = []
+        for sequence in sequences:
+            places.append(len(sequence.token_ids) + sequence.pending + before[sequence])
+            before[sequence] += 1
+        drawn = torch.tensor(places)
         offsets = drawn.pin_memory().to(logits_RV.device, non_blocking=True)
         return llama_kernels.sample(
             logits_RV, seeds, offsets=offsets, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p

@@ -10,7 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from .block_pool import BlockPool
-from .sequence import Sequence
+from .prompt_lookup import guesses
+from .sequence import Sequence, needs_history
 
 FIRST_ROOM = 256
 """New tokens that a sequence's place in memory is chosen for where it may produce more."""
@@ -26,6 +27,8 @@ class Work:
     count: int
     samples: bool
     """Whether its last token is the newest, so that the next is to be drawn."""
+    guesses: tuple[int, ...] = ()
+    """Tokens behind the newest that it may come to; `count` has them too."""
 
 
 class Scheduler:
@@ -35,12 +38,16 @@ class Scheduler:
         pool: the blocks.
         max_num_seqs: the most sequences that run at once.
         max_num_batched_tokens: the most tokens of one step.
+        speculative_tokens: the most guesses in a step of a sequence that generates (`prompt_lookup`).
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, speculative_tokens: int = 0
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.speculative_tokens = speculative_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = list(reversed(range(max_num_seqs)))
@@ -57,6 +64,11 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.length - s.computed > 1):  # stable: by age within each
             count = min(sequence.length - sequence.computed, budget)
             if count < 1 or sequence.slot < 0 or sequence.exhausted:
+                continue
+            guessed = self._guesses(sequence, budget - count) if sequence.length - sequence.computed == 1 else []
+            if guessed and self.pool.extend(sequence.table, sequence.computed + 1 + len(guessed)):
+                batch.append(self._work(sequence, 1, tuple(guessed)))
+                budget -= batch[-1].count
                 continue
             while not self.pool.extend(sequence.table, sequence.computed + count):
                 preempted = True
@@ -93,9 +105,14 @@ class Scheduler:
         sequence.cached = held if sequence.cached is None else sequence.cached
         return self._work(sequence, min(sequence.length - held, budget))
 
-    def _work(self, sequence: Sequence, count: int) -> Work:
-        work = Work(sequence, sequence.computed, count, sequence.computed + count == sequence.length)
-        sequence.computed += count
+    def _guesses(self, sequence: Sequence, budget: int) -> list[int]:
+        most = min(self.speculative_tokens, budget, sequence.limit - len(sequence.token_ids) - 1)
+        return [] if most < 1 or needs_history(sequence) else guesses(sequence.ids, most)
+
+    def _work(self, sequence: Sequence, count: int, guessed: tuple[int, ...] = ()) -> Work:
+        samples = sequence.computed + count == sequence.length
+        work = Work(sequence, sequence.computed, count + len(guessed), samples, guessed)
+        sequence.computed += work.count
         return work
 
     def undo(self, batch: list[Work]) -> None:

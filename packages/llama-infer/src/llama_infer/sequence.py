@@ -115,6 +115,13 @@ class Sequence:
             self.chunks.append(chunk)
         return chunk
 
+    def rewind(self, state: torch.Tensor, draws: int) -> None:
+        """Have the generator stand where it would after so many draws from a state of it."""
+        if self.params.temperature > 0:
+            self.generator.set_state(state)
+            for _ in range(draws):
+                torch.rand(1, dtype=torch.float64, generator=self.generator)
+
     def abort(self, error: str | None = None) -> None:
         """End here, with what there is."""
         if self.finish_reason is None:
@@ -138,3 +145,11 @@ class Sequence:
     def _shown(self, text: str) -> str:
         counts = len(self.token_ids) > self.params.min_tokens
         return self._stops.push(text) if counts else text
+
+
+def needs_history(sequence: Sequence) -> bool:
+    """Whether the next draw depends on tokens that must have arrived on the host."""
+    params = sequence.params
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.logit_bias
+    return bool(penalised or wants_more or (sequence.end_ids and not sequence.may_end))
