@@ -49,7 +49,7 @@ def test_the_file_shown_is_the_example() -> None:
 def test_every_command_is_run_below() -> None:
     programs = ("llama-train", "llama-infer", "torchrun", "accelerate")
     assert {line.split()[0] for line in COMMANDS} == set(programs)
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 13
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("llama-train")])
@@ -60,6 +60,14 @@ def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit, match="0"):
             main(arguments)
         assert "--optimizer.learning-rate" in capsys.readouterr().out or arguments[0] != "run"
+        return
+    if arguments[0] == "plan":
+        assert main([*arguments, "--micro-batch", "1"]) == 0
+        assert "Recommended: " in capsys.readouterr().out
+        return
+    if arguments[0] == "bench":
+        assert main([*arguments, "--hidden-size", "32", "--layers", "1", "--steps", "1"]) == 0
+        assert (folder / "scaling.svg").is_file()
         return
     if arguments[0] == "parity":
         assert main([*arguments, "--steps", "1"]) == 0

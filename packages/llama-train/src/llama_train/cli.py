@@ -18,6 +18,7 @@ commands:
   run CONFIG.toml   train as the file says; flags override its keys
   prepare INPUT...  text, JSON lines, Parquet or a data set to token shards, on all cores, resumable
   parity            does a layout of processes train the same model as one? largest differences of a small run
+  plan              which layout of so many GPUs to train a model with: memory, communication, time; needs no GPU
   bench scaling     speed-up and efficiency over numbers of processes, strong and weak
 
 Each explains itself: llama-train run --help. On several processes torchrun starts them:
@@ -27,7 +28,13 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 """
 
 # A command is a module of its name with a function `main(arguments) -> exit status`.
-_COMMANDS = {"run": "cli_run", "prepare": "cli_prepare", "parity": "cli_parity", "bench": "cli_bench"}
+_COMMANDS = {
+    "run": "cli_run",
+    "prepare": "cli_prepare",
+    "parity": "cli_parity",
+    "plan": "cli_plan",
+    "bench": "cli_bench",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -84,8 +84,8 @@ def main(arguments: list[str]) -> int:
         for count, rows in rows_of.items():
             check_layout(layout_of(config.dimension, count), shape, sequence_length=length, global_batch=rows)
     print(
-        f"model of {config.layers} × {config.hidden_size}, rows of {length} tokens, {config.dimension}, one thread each\n"
-        "scaling  P   rows    s/step       S      E   communication"
+        f"{config.layers} layers of {config.hidden_size}, rows of {length} tokens, {config.dimension}, one thread each"
+        "\nscaling  P   rows    s/step       S      E   communication"
     )
     curves = {}
     for name, rows_of in kinds.items():
