@@ -48,7 +48,7 @@ def test_turns_build_on_one_another(
 ) -> None:
     out, err = talk(capfd, monkeypatch, folder, "hi\n\n  and you?  \n", "--system", "be kind")
     assert out == "".join(text + "\n" for text in answers(folder, "hi", "and you?", system="be kind"))
-    assert "model, float32 on cpu" in err
+    assert "model, float32 on cpu, kernels auto, attention sdpa" in err
     speeds = re.findall(r"^(\d) tokens, first after [\d.]+ s, then [\d.]+ tokens/s, at the limit$", err, re.MULTILINE)
     assert speeds == ["6", "6"]
 

@@ -41,7 +41,8 @@ class Chat(SamplingOptions, ModelOptions):
         conversation = Conversation(llm, llm.sampling_params(**settings), self.system)
         name = NAME if self.model is None else Path(self.model).name
         weight = next(llm.model.parameters())
-        _tell(f"{name}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}")
+        dtype = str(weight.dtype).removeprefix("torch.")
+        _tell(f"{name}, {dtype} on {weight.device}, kernels {llm.kernels}, attention {llm.attention}")
         for notice in llm.model_sampling.notices(settings):
             _tell(notice)
         _tell("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")

@@ -60,6 +60,8 @@ class EngineSettings:
 class BuiltEngine:
     engine: Engine
     max_model_len: int
+    attention: str
+    """The name of the attention that was taken, "auto" resolved."""
     remarks: tuple[str, ...]
     """What the user should know."""
 
@@ -120,7 +122,9 @@ def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSett
         LogprobWriter(model, tokenizer),
         overlap=cuda and attend_rows is None and not settings.speculative_tokens,
     )
-    return BuiltEngine(engine, wanted, remarks)
+    automatic = "triton" if attend_rows is None else "sdpa"
+    attention = automatic if settings.attention == "auto" else settings.attention
+    return BuiltEngine(engine, wanted, attention, remarks)
 
 
 def _cpu_memory(one_context: int) -> int:

@@ -60,6 +60,7 @@ class LLM:
         default_params: what `generate` uses where it is given none.
         model_sampling: the sampling defaults that came with the model.
         max_model_len: the longest sequence.
+        kernels, attention: the choices, "auto" of the latter resolved.
         remarks: what the user should know about the engine.
         engine, requests: what generates, and what makes requests for it.
 
@@ -130,6 +131,7 @@ class LLM:
         self.default_params = self.sampling_params()
         built = build_engine(self.model, self.tokenizer, settings)
         self.engine, self.max_model_len, self.remarks = built.engine, built.max_model_len, built.remarks
+        self.kernels, self.attention = kernels, built.attention
         self.requests = Requests(self.tokenizer, self.model.config.vocab_size, self.max_model_len)
 
     def sampling_params(self, **settings: Any) -> SamplingParams:
