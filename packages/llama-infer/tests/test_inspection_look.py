@@ -34,6 +34,17 @@ def test_shares_of_heads_give_what_attention_gives() -> None:
         assert torch.equal(scores.raw.tril(), scores.masked.nan_to_num(neginf=0.0))
 
 
+def test_long_prompts_show_their_last_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(100, heads, 8, generator=generator) for heads in (4, 2))
+    scores = head_scores(q, k, 3)
+    raw = q[:, 3] @ k[:, 1].T / 8**0.5
+    shares = raw.masked_fill(torch.ones(100, 100, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+    torch.testing.assert_close(scores.raw, raw[60:, 60:])
+    torch.testing.assert_close(scores.shares, shares[60:, 60:])
+    assert torch.equal(scores.masked.isinf(), torch.ones(40, 40, dtype=torch.bool).triu(1))
+
+
 def test_the_last_line_of_the_lens_is_the_models_answer(make_model: Make, tokenizer: Tokenizer) -> None:
     seen = see(make_model, tokenizer, heads=(0, 3))
     assert seen.ids == tuple(tokenizer.encode("a bc\n"))
@@ -62,3 +73,10 @@ def test_wrong_arguments(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         see(make_model, tokenizer, prompt, heads=heads)
+
+
+def test_ids_that_the_model_lacks_are_refused(make_model: Make, tokenizer: Tokenizer) -> None:
+    recorder = Recorder()
+    model = Llama(make_model(vocab_size=100).config, recorder.ops)
+    with pytest.raises(ValueError, match="token id 256 of the prompt is outside the model's vocabulary of 100"):
+        look(model, recorder, tokenizer, "x")

@@ -70,6 +70,18 @@ def test_the_page_stands_by_itself(seen: Look) -> None:
     assert text.count("<svg") == 2 * 3 + 1
 
 
+def test_figures_of_a_long_prompt_say_what_they_leave_out(model: Llama, tokenizer: Tokenizer, seen: Look) -> None:
+    recorder = Recorder()
+    watched = Llama(model.config, recorder.ops).eval().requires_grad_(False)
+    long = look(watched, recorder, tokenizer, "x" * 50)
+    # This model has more rows than its tokenizer has tokens, and fresh weights like those as well as others.
+    assert any(guess.token.startswith("(row ") for guesses in long.lens for guess in guesses)
+    text = report(long)
+    assert "The first 11 tokens are left out" in re.sub(r"\s+", " ", text)
+    assert text.count("<rect") == 3 * 40 * 40
+    assert "are left out" not in re.sub(r"\s+", " ", report(seen))
+
+
 def test_the_summary_takes_no_markup_from_the_prompt(seen: Look) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     print_summary(seen, console)

@@ -18,6 +18,8 @@ from .stored import Stored
 
 PASSES = 5
 """Timed passes. Times are the best of them: whatever else a machine does only ever adds."""
+MOST_TOKENS = 40
+"""Tokens whose attention is shown, the last ones: of more the cells would be too small to see."""
 TOP = 5
 """Tokens of each line of the logit lens."""
 
@@ -32,7 +34,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """One head's attention, (S, S) each: who looks, at whom."""
+    """One head's attention among the last tokens, (R, R) each with R = min(S, MOST_TOKENS): who looks, at whom."""
 
     head: int
     kv_head: int
@@ -41,7 +43,7 @@ class HeadScores:
     masked: Tensor
     """The same, with minus infinity where a token would see the future."""
     shares: Tensor
-    """Softmax of the rows."""
+    """Softmax of the rows, over all S tokens."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def look(
         heads: query heads to show.
 
     Raises:
-        ValueError: an empty prompt, or one longer than the model's context; a layer or head that is not there.
+        ValueError: an empty prompt, one longer than the model's context, or one with ids that the model lacks; a layer
+            or head that is not there.
     """
     config = model.config
     for head in heads:
@@ -101,6 +104,8 @@ def look(
         raise ValueError("the prompt is empty; there is nothing to look at")
     if len(ids) > config.max_position_embeddings:
         raise ValueError(f"the prompt is {len(ids)} tokens; the model's context is {config.max_position_embeddings}")
+    if max(ids) >= config.vocab_size:
+        raise ValueError(f"token id {max(ids)} of the prompt is outside the model's vocabulary of {config.vocab_size}")
     weight = next(model.parameters())
     tokens = torch.tensor([ids], device=weight.device)
     passes = []
@@ -118,7 +123,7 @@ def look(
         device=str(weight.device),
         prompt=prompt,
         ids=tuple(ids),
-        texts=tuple(tokenizer.decode([i], skip_special=False) for i in ids),
+        texts=tuple(_text(tokenizer, i) for i in ids),
         stored=tuple(stored),
         frequencies=tuple(inverse_frequencies(config)),
         layer=recorder.keep,
@@ -136,10 +141,16 @@ def head_scores(q_SHD: Tensor, k_SKD: Tensor, head: int) -> HeadScores:
     """One query head's attention as the formula says it (Vaswani et al. 2017, eq. 1), in float32."""
     length, heads, width = q_SHD.shape
     kv_head = head // (heads // k_SKD.shape[1])
-    raw = (q_SHD[:, head].float() @ k_SKD[:, kv_head].float().T / math.sqrt(width)).cpu()
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    masked = raw.masked_fill(future, -math.inf)
-    return HeadScores(head, kv_head, raw, masked, masked.softmax(-1))
+    last = slice(-MOST_TOKENS, None)  # all S² scores of a long prompt would fill the memory
+    raw_RS = (q_SHD[last, head].float() @ k_SKD[:, kv_head].float().T / math.sqrt(width)).cpu()
+    future = torch.ones_like(raw_RS, dtype=torch.bool).triu(1 + length - len(raw_RS))
+    masked_RS = raw_RS.masked_fill(future, -math.inf)
+    return HeadScores(head, kv_head, raw_RS[:, last], masked_RS[:, last], masked_RS.softmax(-1)[:, last])
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token says by itself; models may have more rows than their tokenizer has tokens."""
+    return tokenizer.decode([token], skip_special=False) if token < tokenizer.vocab_size else f"(row {token})"
 
 
 def _guesses(model: Llama, tokenizer: Tokenizer, hidden_E: Tensor) -> tuple[Guess, ...]:
@@ -149,6 +160,6 @@ def _guesses(model: Llama, tokenizer: Tokenizer, hidden_E: Tensor) -> tuple[Gues
     logits = model.logits(norm(hidden_E)).float()
     best = logits.softmax(-1).topk(min(TOP, len(logits)))
     return tuple(
-        Guess(tokenizer.decode([token], skip_special=False), probability)
+        Guess(_text(tokenizer, token), probability)
         for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     )

@@ -8,13 +8,11 @@ from importlib.resources import files
 
 import jinja2
 
-from .look import PASSES, HeadScores, Look
+from .look import MOST_TOKENS, PASSES, HeadScores, Look
 from .recorder import Operation
 from .splits import splits
 from .svg import heat_map, polar, shown
 
-MOST_TOKENS = 40
-"""Tokens a heat map shows: beyond that cells are too small to see. The last ones are shown."""
 MOST_POSITIONS = 12
 """Curves of the polar plot."""
 
@@ -101,8 +99,8 @@ def duration(seconds: float) -> str:
 
 
 def _figures(look: Look, head: HeadScores) -> dict[str, object]:
-    labels, last = look.texts[-MOST_TOKENS:], slice(-MOST_TOKENS, None)
-    raw, masked, shares = (x[last, last].tolist() for x in (head.raw, head.masked, head.shares))
+    labels = look.texts[-MOST_TOKENS:]
+    raw, masked, shares = (x.tolist() for x in (head.raw, head.masked, head.shares))
     name = f"layer {look.layer}, head {head.head}"
     return {
         "head": head.head,
