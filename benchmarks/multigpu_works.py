@@ -70,7 +70,7 @@ class Work:
 def works(gpus: int) -> list[Work]:
     """In order of interest: what comes last may find no time left."""
     n = gpus
-    one = [Work("one", SMOL), Work("one 8k", SMOL, rows=1, length=8192)]
+    one = [Work("one", SMOL, timeout=120), Work("one 8k", SMOL, rows=1, length=8192)]
     if n == 1:
         return [*one, Work("8B one", LLAMA3, rows=1, length=8192, accumulation=1)]
     dp = ParallelConfig(dp_replicate=n)

@@ -98,6 +98,22 @@ def test_half_precision_is_summed_in_float32() -> None:
         torch.testing.assert_close(loss.double(), wanted, rtol=0, atol=0.02)
 
 
+def test_the_gradient_of_a_nearly_certain_target_survives_bfloat16() -> None:
+    """Its softmax is 1 - 9e-5, which bfloat16 rounds to 1; and the other rank's part of the vocabulary weighs e⁻¹²."""
+    hidden = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
+    hidden[..., 0] = 1
+    weight = torch.zeros(16, 4, dtype=torch.bfloat16)
+    weight[3, 0] = 12
+    targets = torch.full((1, 2), 3)
+    leaf = weight.double().requires_grad_()
+    linear_cross_entropy(hidden.double(), leaf, targets).backward()
+    assert leaf.grad is not None
+    for rank, (_, _, found) in enumerate(
+        run_ranks(on_rank, 2, 2, (hidden, weight, targets), torch.ones(()), True, None, {"reduction": "mean"})
+    ):
+        torch.testing.assert_close(found.double(), leaf.grad.chunk(2)[rank], rtol=0.01, atol=0)  # 2⁻⁹, three times
+
+
 def test_evaluation_computes_no_gradient() -> None:
     def work(rank: int) -> float:
         hidden, weight, targets = example(16)

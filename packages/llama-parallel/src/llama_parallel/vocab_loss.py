@@ -114,24 +114,23 @@ class _VocabLoss(torch.autograd.Function):
         learning = learning and summed and any(ctx.needs_input_grad[:2])
         losses, log_zs = [], []
         grad_hidden = torch.empty_like(hidden) if learning else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if learning else None
+        of_weight = _Sum(weight, wide)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = F.linear(hidden[rows], weight).to(wide)
-            log_z, of_target = _share(logits, own[rows], axis)
+            part = _Part(F.linear(hidden[rows], weight), own[rows])
+            log_z, of_target = part.share(axis)
             log_z = log_z.masked_fill(wrong[rows], float("nan"))
             loss = log_z - of_target + z_loss * log_z.square()
             losses.append(torch.where(counted[rows], loss, 0.0))
             log_zs.append(log_z)
-            if grad_hidden is not None and grad_weight is not None:
-                scale = counted[rows].to(wide) / count
-                grad = _grad_of_logits(logits, log_z, own[rows], scale, z_loss).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad = part.gradient(log_z, counted[rows].to(wide) / count, z_loss)
                 torch.mm(grad, weight, out=grad_hidden[rows])
-                grad_weight += grad.mT @ hidden[rows]
+                of_weight.add(grad.mT @ hidden[rows])
         all_losses = torch.cat(losses)
         if summed:
-            if grad_hidden is not None and grad_weight is not None:
-                ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            if grad_hidden is not None:
+                ctx.save_for_backward(grad_hidden, of_weight.result())
             return all_losses.sum() / count
         ctx.save_for_backward(hidden, weight, own, counted, torch.cat(log_zs))
         return all_losses
@@ -143,33 +142,69 @@ class _VocabLoss(torch.autograd.Function):
             grad_hidden, grad_weight = ctx.saved_tensors
             return (grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), *rest)
         hidden, weight, own, counted, log_z = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=log_z.dtype)
+        grad_hidden, of_weight = torch.empty_like(hidden), _Sum(weight, log_z.dtype)
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = F.linear(hidden[rows], weight).to(log_z.dtype)
             scale = torch.where(counted[rows], grad[rows], 0.0)
-            of_logits = _grad_of_logits(logits, log_z[rows], own[rows], scale, ctx.z_loss).to(hidden.dtype)
+            of_logits = _Part(F.linear(hidden[rows], weight), own[rows]).gradient(log_z[rows], scale, ctx.z_loss)
             torch.mm(of_logits, weight, out=grad_hidden[rows])
-            grad_weight += of_logits.mT @ hidden[rows]
-        return (grad_hidden, grad_weight.to(weight.dtype), *rest)
+            of_weight.add(of_logits.mT @ hidden[rows])
+        return (grad_hidden, of_weight.result(), *rest)
 
 
-def _share(logits: Tensor, own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """logits (n, W), own (n,) → log Z and the target's logit in the whole vocabulary, (n,) each, on all ranks."""
-    mine = (own >= 0) & (own < logits.shape[1])
-    of_target = logits.gather(1, torch.where(mine, own, 0).unsqueeze(1)).squeeze(1)
-    both = torch.stack((logits.logsumexp(1), torch.where(mine, of_target, 0.0)))
-    if axis.size == 1:
-        return both[0], both[1]
-    of_ranks = finish(start_all_gather(both, axis)).unflatten(0, (axis.size, 2))
-    return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
+class _Part:
+    """The logits of some rows that this rank has, as what the loss and its gradient need of them.
+
+    Logits are large and memory is slow, so passes over them are few: one for their softmax, one for the largest, whose
+    probability tells the log-sum-exp (it is at least 1/W, of which a logarithm is exact), one for the gradient.
+
+    Args:
+        logits: (n, W).
+        own: (n,), the column of each row's target, if within [0, W).
+    """
+
+    def __init__(self, logits: Tensor, own: Tensor) -> None:
+        self.dtype, wide = logits.dtype, torch.promote_types(logits.dtype, torch.float32)
+        self.mine = (own >= 0) & (own < logits.shape[1])
+        self.column = torch.where(self.mine, own, 0).unsqueeze(1)
+        self.softmax = torch.softmax(logits, 1, dtype=wide)
+        largest, index = logits.max(1, keepdim=True)
+        self.log_sum = (largest.to(wide) - self.softmax.gather(1, index).log()).squeeze(1)
+        self.of_target = logits.gather(1, self.column).squeeze(1).to(wide)
+
+    def share(self, axis: Axis) -> tuple[Tensor, Tensor]:
+        """log Z and the target's logit in the whole vocabulary, (n,) each, on all ranks."""
+        both = torch.stack((self.log_sum, torch.where(self.mine, self.of_target, 0.0)))
+        if axis.size == 1:
+            return both[0], both[1]
+        of_ranks = finish(start_all_gather(both, axis)).unflatten(0, (axis.size, 2))
+        return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
+
+    def gradient(self, log_z: Tensor, scale: Tensor, z_loss: float) -> Tensor:
+        """(n, W), in the type of the logits: scale · ((1 + 2 z_loss log Z) softmax of all ranks - onehot).
+
+        NaN where log Z is NaN; ignored rows are exactly 0 unless a logit is not finite.
+        """
+        factor = (scale * (1 + 2 * z_loss * log_z) * (self.log_sum - log_z).exp()).unsqueeze(1)
+        grad = torch.empty_like(self.softmax, dtype=self.dtype)
+        # the target's element before it is rounded: softmax - 1 of a target that is nearly certain is small
+        of_target = self.softmax.gather(1, self.column) * factor - torch.where(self.mine, scale, 0.0).unsqueeze(1)
+        torch.mul(self.softmax, factor, out=grad)
+        return grad.scatter_(1, self.column, of_target.to(self.dtype))
 
 
-def _grad_of_logits(logits: Tensor, log_z: Tensor, own: Tensor, scale: Tensor, z_loss: float) -> Tensor:
-    """(n, W) gradient, in the memory of `logits`: scale · ((1 + 2 z_loss log Z) softmax - onehot)."""
-    mine = (own >= 0) & (own < logits.shape[1])
-    grad = logits.sub_(log_z.unsqueeze(1)).exp_()
-    grad *= (scale * (1 + 2 * z_loss * log_z)).unsqueeze(1)
-    # NaN where log Z is NaN; ignored rows are exactly 0 unless a logit is not finite
-    grad.scatter_add_(1, torch.where(mine, own, 0).unsqueeze(1), torch.where(mine, -scale, 0.0).unsqueeze(1))
-    return grad
+class _Sum:
+    """Of the chunks' gradients of the weight; in float32 (float64) as soon as there is more than one."""
+
+    def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
+        self.weight, self.wide = weight, wide
+        self.total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        if self.total is None:
+            self.total = part
+        else:
+            self.total = self.total.to(self.wide).add_(part)
+
+    def result(self) -> Tensor:
+        return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)
