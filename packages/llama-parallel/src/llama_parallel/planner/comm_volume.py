@@ -195,5 +195,7 @@ def _sums(work: Work) -> Iterator[Volume]:
     if batch > 1:
         size = 8 + max(4, work.bytes_of.compute)
         yield Volume("dp_cp", "all_reduce", "counted tokens and loss", 2, reduced(size, batch))
+    if work.layout.pp > 1:  # the loss, from the last stage to all
+        yield Volume("world", "all_reduce", "loss", 1, reduced(max(4, work.bytes_of.parameter), work.layout.pp))
     if world > 1:
         yield Volume("world", "all_reduce", "gradient norm", 1, reduced(8, world))
