@@ -61,8 +61,8 @@ class _RowProduct(torch.autograd.Function):
             own += parts[0]
         else:
             own = (parts.sum(0, dtype=torch.promote_types(own.dtype, torch.float32)) + own).to(own.dtype)
-        out: Tensor = own.unflatten(0, (x.shape[0], -1))
-        return out
+        shared: Tensor = own.unflatten(0, (x.shape[0], -1))
+        return shared
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
