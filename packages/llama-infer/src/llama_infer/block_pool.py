@@ -249,7 +249,8 @@ class BlockPool:
         if any(b != a + 1 for a, b in pairwise(row)):
             return False
         behind = row[-1] + 1
-        alone = part is None or not self._holders[part]
+        # The last block is held once by us if it is shared whole, not at all if it begins alike: more would grow too.
+        alone = self._holders[row[-1]] == (1 if part is None else 0)
         return alone and behind < self.num_blocks and not self._holders[behind]
 
     def _moved(self, found: list[int], part: int | None, room: int) -> tuple[list[int], tuple[int, int]] | None:
