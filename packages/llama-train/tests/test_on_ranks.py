@@ -246,6 +246,21 @@ def test_a_layout_that_cannot_work_is_told_before_anything_is_started(
     assert not Path(str(tiny.folder)).exists()
 
 
+def test_what_is_sent_is_told_by_kind(wide: TrainConfig, change: Change, tmp_path: Path, recorder: Make) -> None:
+    """Every collective with the first step, sums with later ones; here of two kinds of parallelism."""
+    short = change(wide, trace_comm=True, **{"schedule.warmup_steps": 1, "schedule.steps": 2})
+    _, text = _train(_on({"dp_shard": 2, "tp": 2}, short, tmp_path / "run"), recorder)
+    lines = [line.removeprefix("sent       ") for line in text.splitlines() if line.startswith("sent ")]
+    assert lines[0].split() == ["kind", "group", "operation", "input", "dtype", "calls", "MB", "sent", "ms"]
+    assert any(line.split()[:3] == ["dp", "dp_shard_cp", "reduce_scatter"] for line in lines)
+    assert any(line.split()[:3] == ["tp", "tp", "all_gather"] for line in lines)
+    later = [line for line in lines if "collectives" in line]
+    assert [line.partition(":")[0] for line in later] == ["dp", "sums", "tp"]
+    reporter = recorder()
+    train(change(short, folder=str(tmp_path / "alone")), reporter)
+    assert "sent       one process sends nothing" in reporter.text
+
+
 def test_another_global_batch_is_another_run(wide: TrainConfig, tmp_path: Path, recorder: Make) -> None:
     _stopped_after(2, _on({"dp_shard": 2}, wide, tmp_path / "run"), recorder)
     with pytest.raises(ValueError, match="data-parallel processes was 8, is 4"):

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from llama_train.cli import main
-from llama_train.scaling import Measurement, _covered, plot, points
+from llama_train.scaling import Measurement, plot, points
 
 
 def test_speedup_and_efficiency_by_hand() -> None:
@@ -23,11 +23,6 @@ def test_speedup_and_efficiency_by_hand() -> None:
     lines = [item for item in root if item.tag.endswith("polyline")]
     assert len(lines) == 4  # axes, the ideal, two curves
     assert [item.text for item in root if item.text in ("strong", "weak")] == ["strong", "weak"]
-
-
-def test_overlapping_communication_counts_once() -> None:
-    assert _covered([(0, 10), (5, 12), (20, 21), (6, 7)]) == 13
-    assert _covered([]) == 0
 
 
 def test_the_command_prints_both_kinds_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,6 +228,8 @@ class TrainConfig:
     """Whether torch.compile is applied to every layer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of being stored."""
+    trace_comm: bool = False
+    """Print what each shown step sent between processes, by kind; nothing then overlaps, so the run is slower."""
     threads: int | None = None
     """Threads of a process on a CPU; unset means PyTorch's choice. On cores busy with other work, fewer are faster."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -271,6 +271,8 @@ class _Run:
             memory=peak_memory(self.world.device),
         )
         self.reporter.line(metrics)
+        for line in self.trainer.sent() if self.config.trace_comm else ():
+            self.reporter.note(f"sent       {line}")
         self.metrics.write(metrics)
 
     def _check(self, unseen: list[tuple[int, StepResult]]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from .step import StepResult
 from .trainer import bytes_at_rest, checkpoint_names
 from .world import World
 
+if TYPE_CHECKING:
+    from llama_parallel.trace import CommTrace
+
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _AT_ONCE = 16  # held-out batches of one collective count
 
@@ -59,6 +63,12 @@ class OnRanks:
         # Taken down now: while FSDP has gathered a parameter, the model shows the gathered one.
         self.parameters = dict(model.named_parameters())
         self.optimizer = Optimizer(self.parameters.items(), config.optimizer)
+        self._trace: CommTrace | None = None
+        if config.trace_comm:
+            from llama_parallel.trace import CommTrace  # here: it brings the planner's formulas along
+
+            self._trace = CommTrace(self.mesh)
+        self._traced = 0
         shard = self.mesh["dp_shard"].size()
         self.part = self.mesh.get_local_rank("dp_replicate") * shard + self.mesh.get_local_rank("dp_shard")
         self.parts = self.mesh["dp_replicate"].size() * shard
@@ -66,6 +76,16 @@ class OnRanks:
     def step(self, micro_batches: Sequence[Batch], learning_rate: float, max_grad_norm: float) -> StepResult:
         """One optimizer step; where no token at all has a target, nothing changes."""
         counted = self._world.start_sum(sum(batch.count for batch in micro_batches))
+        if self._trace is None:
+            return self._step(micro_batches, counted, learning_rate, max_grad_norm)
+        self._trace.transfers.clear()
+        self._traced += 1
+        with self._trace:
+            return self._step(micro_batches, counted, learning_rate, max_grad_norm)
+
+    def _step(
+        self, micro_batches: Sequence[Batch], counted: Callable[[], int], learning_rate: float, max_grad_norm: float
+    ) -> StepResult:
         loss, _ = accumulate_gradients(self.parallel, [self._own(batch) for batch in micro_batches])
         targets = counted() * self.parts // self._world.size  # ranks of one part count the same rows
         if targets == 0:
@@ -110,6 +130,18 @@ class OnRanks:
 
     def loaded(self) -> None:
         """Nothing is rounded from anything here."""
+
+    def sent(self) -> list[str]:
+        """What this rank sent in the last traced step: every collective the first time, then sums by kind."""
+        if self._trace is None:
+            return []
+        table = self._trace.table().splitlines()
+        if self._traced == 1:
+            return table
+        return [
+            f"{kind}: {calls} collectives, {size / 1e6:.3f} MB sent, {1000 * seconds:.2f} ms"
+            for kind, (calls, size, seconds) in sorted(self._trace.sums().items())
+        ]
 
     def held(self) -> tuple[int, int]:
         """(parameters, bytes) of this rank's parts."""

@@ -17,6 +17,7 @@ from llama_core import LlamaConfig
 from llama_parallel import ParallelConfig, ParallelPlan, accumulate_gradients, clip_grad_norm_
 from llama_parallel.parity import Task, make_parallel, shares
 from llama_parallel.testing import run_ranks
+from llama_parallel.trace import CommTrace
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Measurement:
     seconds: float
     """The median step, of the slowest process."""
     communication: float
-    """Part of that step in which the process's collectives were on their way, the waiting for others included: 0 to 1.
-    What runs behind arithmetic counts too."""
+    """Part of a step in which a process is in a collective, waiting for slower processes included, if none of them
+    runs behind arithmetic: 0 to 1, the mean over processes. What pipeline stages send one another is not in it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def measure(
         layout: sizes of the mesh.
         rows: of the global batch; must divide over dp.
         length: tokens in a row.
-        steps: timed, after two of warm-up; one more is looked at for its communication.
+        steps: timed, after two of warm-up; one more is traced for its communication.
         timeout: seconds for all of it.
 
     Raises:
@@ -83,28 +84,14 @@ def measure(
             return time.perf_counter() - start
 
         times = [step() for _ in range(steps + 2)][2:]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with CommTrace(parallel.mesh) as trace:
             whole = step()
-        spans = [
-            (event.time_range.start, event.time_range.end)
-            for event in profile.events() or ()
-            if event.name.startswith("gloo:")
-        ]
-        return times, _covered(spans) * 1e-6 / whole
+        return times, sum(seconds for _, _, seconds in trace.sums().values()) / whole
 
     of_ranks = run_ranks(work, layout.num_processes, timeout=timeout)
     seconds = max(statistics.median(times) for times, _ in of_ranks)
     share = statistics.mean(part for _, part in of_ranks)
-    return Measurement(layout.num_processes, rows, seconds, min(share, 1.0))
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    return Measurement(layout.num_processes, rows, seconds, share)
 
 
 def points(measurements: Sequence[Measurement], weak: bool) -> list[Point]:

@@ -43,6 +43,9 @@ class Trainer(Protocol):
     def loaded(self) -> None:
         """To be called when `tensors` were filled."""
 
+    def sent(self) -> list[str]:
+        """With `trace_comm`: lines on what this process sent in the last step."""
+
     def held(self) -> tuple[int, int]:
         """(parameters, bytes of them, their gradients and moments) that this process holds at rest."""
 
@@ -75,6 +78,9 @@ class OneProcess:
 
     def loaded(self) -> None:
         self.optimizer.publish()
+
+    def sent(self) -> list[str]:
+        return ["one process sends nothing"]
 
     def held(self) -> tuple[int, int]:
         return self.model.num_parameters(), bytes_at_rest(self.model.parameters(), self.optimizer)
