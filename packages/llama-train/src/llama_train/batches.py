@@ -22,10 +22,14 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None = None
+    """Numbers that change from one document to the next, where a token sees its own alone; None: one for each row."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        return Batch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+        tokens, targets = (x.to(device, non_blocking=True) for x in (self.tokens, self.targets))
+        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
+        return Batch(tokens, targets, documents)
 
     @property
     def count(self) -> int:

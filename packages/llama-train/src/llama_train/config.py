@@ -66,6 +66,16 @@ class DataConfig:
 
     source: str = "stdlib"
     """"stdlib" (source text of this Python's own standard library), a text file, or a folder of text files."""
+    sources: tuple[str, ...] = ()
+    """Folders of `llama-train prepare`, in place of source."""
+    weights: tuple[float, ...] = ()
+    """Parts of the rows that come from each of the sources, in any unit; unset means as many from each."""
+    held_out: str | None = None
+    """Folder of `llama-train prepare` that measures the model; unset means held_out_fraction of the documents."""
+    packing: Literal["cut", "best-fit"] = "cut"
+    """With sources: cut takes all documents as one text, cut into rows; best-fit keeps those that fit whole."""
+    mask_documents: bool = True
+    """With sources: whether attention and positions stay inside a document."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".py")
     """Which files of a folder are read."""
     held_out_fraction: float = 0.05
@@ -89,6 +99,13 @@ class DataConfig:
             self.suffixes,
             'a list of endings such as ".txt"',
         )
+        for name in self.sources:
+            require(bool(name) and _is_text(name), "data.sources", name, "the path of a folder")
+        wanted = "nothing, or a number above 0 for each of data.sources"
+        fit = len(self.weights) in (0, len(self.sources)) and all(_finite_and(w, w > 0) for w in self.weights)
+        require(fit, "data.weights", self.weights, wanted)
+        if not self.sources and (self.held_out is not None or self.packing != "cut"):
+            raise ValueError("data.held_out and data.packing are for data.sources, which is not given")
         fraction = self.held_out_fraction
         require(0 < fraction < 1, "data.held_out_fraction", fraction, "above 0 and below 1")
         # 256 bytes and two special tokens have an id each whatever the text.
@@ -97,6 +114,11 @@ class DataConfig:
         require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
             require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether batches say where documents begin; text that the run itself reads is one row of tokens."""
+        return self.mask_documents and bool(self.sources)
 
     @property
     def rows_per_step(self) -> int:

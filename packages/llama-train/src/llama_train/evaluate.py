@@ -11,6 +11,7 @@ import torch
 from llama_core import Llama
 
 from .batches import Batch
+from .forward import forward
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def evaluate(model: Llama, batches: Iterable[Batch]) -> Evaluation:
     for batch in batches:
         tokens += batch.count
         batch = batch.to(head.device)
-        total += model.ops.linear_cross_entropy(model(batch.tokens), head, batch.targets, reduction="sum")
+        total += model.ops.linear_cross_entropy(forward(model, batch), head, batch.targets, reduction="sum")
     if tokens == 0:
         raise ValueError("the held-out text has no token to predict; add text or raise data.held_out_fraction")
     return Evaluation(float(total) / tokens, tokens)

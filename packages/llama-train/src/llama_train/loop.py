@@ -12,7 +12,6 @@ from torch import Tensor
 
 from llama_core import load_tokenizer
 
-from .batches import TrainingRows, held_out_batches
 from .build import count_parameters, model_config
 from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint, stored_names
 from .config import TrainConfig
@@ -23,7 +22,7 @@ from .flops import flops_per_token, mfu, peak_flops
 from .layout_choice import which_process
 from .metrics import MetricsFile, StepMetrics, peak_memory
 from .nonfinite import check_finite
-from .prepare import PreparedData
+from .prepare import PreparedData, measuring_batches, training_rows
 from .run_folder import RunFolder, share_run_folder
 from .sample import sample_text
 from .schedule import learning_rate
@@ -103,7 +102,7 @@ class _Run:
             bos_id=data.bos_id,
             eos_id=data.eos_id,
         )
-        self.rows = TrainingRows(data.train, length, config.seed, data.bos_id)
+        self.rows = training_rows(data, config.data, config.seed)
         if world.size == 1:
             self.trainer: Trainer = OneProcess(config, shape, world)
         else:
@@ -233,13 +232,7 @@ class _Run:
     def _evaluate(self) -> Evaluation:
         config = self.config
         # The rows of a micro-batch fit in memory with gradients, so without them they do all the more.
-        batches = held_out_batches(
-            self.data.held_out,
-            config.data.sequence_length,
-            config.data.micro_batch_size,
-            self.data.bos_id,
-            config.evaluation.max_tokens,
-        )
+        batches = measuring_batches(self.data, config.data, config.data.micro_batch_size, config.evaluation.max_tokens)
         result = self.trainer.evaluate(batches)
         if self.metrics is not None:
             self.metrics.write_evaluation(self.done, result.loss, result.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama_core import Llama, LlamaConfig
+from llama_core import Llama, LlamaConfig, positions_from_documents
 from llama_parallel import (
     MicroBatch,
     accumulate_gradients,
@@ -103,7 +104,7 @@ class OnRanks:
             own = together[self.part :: self.parts]
             if len(own) < -(-len(together) // self.parts):  # every rank takes part in every collective
                 blank = together[0]
-                own.append(Batch(blank.tokens, torch.full_like(blank.targets, IGNORED)))
+                own.append(replace(blank, targets=torch.full_like(blank.targets, IGNORED)))
             loss, count = mean_loss(self.parallel, [self._own(batch) for batch in own])
             total, tokens = total + float(loss) * int(count), tokens + int(count)
         if tokens == 0:
@@ -182,5 +183,9 @@ class OnRanks:
         )
         missing = -batch.tokens.shape[1] % unit
         tokens, targets = F.pad(batch.tokens, (0, missing)), F.pad(batch.targets, (0, missing), value=IGNORED)
-        own = [shard_sequence(x, self.mesh, plan.context) for x in (tokens, targets)]
+        own = [tokens, targets]
+        if batch.documents is not None:
+            documents = F.pad(batch.documents, (0, missing), value=-1)
+            own += [positions_from_documents(documents), documents]
+        own = [shard_sequence(x, self.mesh, plan.context) for x in own]
         return MicroBatch(*(x.to(self._world.device, non_blocking=True) for x in own))

@@ -11,8 +11,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from .batches import Batch, TrainingRows, held_out_batches
 from .config import DataConfig
 from .corpus import Document, read_corpus, split_held_out
+from .data.mixture import Mixture
+from .data.open_sources import HeldOut, Sources, open_sources
 from .tokenizer_training import BOS_TOKEN, EOS_TOKEN, save_tokenizer, train_tokenizer
 from .tokens import TokenArray, read_tokens, write_tokens
 
@@ -26,8 +29,8 @@ class PreparedData:
 
     tokenizer: Path
     """Folder with tokenizer.json."""
-    train: TokenArray
-    held_out: TokenArray
+    train: TokenArray | Sources
+    held_out: TokenArray | HeldOut
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
@@ -46,6 +49,12 @@ def prepare(config: DataConfig, folder: Path, note: Callable[[str], None] = lamb
     Raises:
         ValueError: the source or the tokenizer cannot be read, or there is too little text.
     """
+    if config.sources:
+        opened = open_sources(config, note)
+        data = PreparedData(
+            opened.tokenizer, opened.train, opened.held_out, opened.vocab_size, opened.bos_id, opened.eos_id
+        )
+        return _told(data, note)
     settings = {key: value for key, value in asdict(config).items() if key in _SETTINGS}
     settings = json.loads(json.dumps(settings))  # tuples become lists, as they will be read back
     index = folder / "prepared.json"
@@ -58,10 +67,34 @@ def prepare(config: DataConfig, folder: Path, note: Callable[[str], None] = lamb
         temporary.replace(index)
     facts = _read_index(index)
     train, held_out = read_tokens(folder / "train.npy"), read_tokens(folder / "held_out.npy")
-    found = f"{len(train):,} training and {len(held_out):,} held-out tokens, vocabulary {facts['vocab_size']:,}"
-    note(f"data       {found}")
     tokenizer = folder / "tokenizer"
-    return PreparedData(tokenizer, train, held_out, facts["vocab_size"], facts["bos_id"], facts["eos_id"])
+    return _told(PreparedData(tokenizer, train, held_out, facts["vocab_size"], facts["bos_id"], facts["eos_id"]), note)
+
+
+def training_rows(data: PreparedData, config: DataConfig, seed: int) -> TrainingRows | Mixture:
+    """The rows that training draws from.
+
+    Raises:
+        ValueError: too few tokens for a row of data.sequence_length.
+    """
+    if isinstance(data.train, Sources):
+        return data.train.rows(config, seed)
+    return TrainingRows(data.train, config.sequence_length, seed, data.bos_id)
+
+
+def measuring_batches(
+    data: PreparedData, config: DataConfig, rows: int, max_tokens: int | None = None
+) -> Iterator[Batch]:
+    """The held-out text once, or about `max_tokens` of it, in batches of up to `rows` rows."""
+    if isinstance(data.held_out, HeldOut):
+        return data.held_out.batches(config, rows, max_tokens)
+    return held_out_batches(data.held_out, config.sequence_length, rows, data.bos_id, max_tokens)
+
+
+def _told(data: PreparedData, note: Callable[[str], None]) -> PreparedData:
+    found = f"{len(data.train):,} training and {len(data.held_out):,} held-out tokens, vocabulary {data.vocab_size:,}"
+    note(f"data       {found}")
+    return data
 
 
 def _read_index(index: Path) -> dict[str, Any]:

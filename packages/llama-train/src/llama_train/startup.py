@@ -15,13 +15,12 @@ from llama_parallel import Process
 from llama_parallel.layout import describe
 
 from .attention_choice import choose_attend
-from .batches import held_out_batches
 from .build import count_parameters, model_config, resolve
 from .config import TrainConfig
 from .console import Reporter
 from .layout_choice import check_parallel, fill_in, sizes
 from .metrics import human
-from .prepare import PreparedData, prepare
+from .prepare import PreparedData, measuring_batches, prepare
 from .trainer import Trainer
 from .world import World, local_size
 
@@ -95,7 +94,7 @@ def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Repo
         return prepare(config.data, folder, reporter.note)
 
     def check(data: PreparedData) -> None:
-        batches = held_out_batches(data.held_out, config.data.sequence_length, 1, data.bos_id)
+        batches = measuring_batches(data, config.data, rows=1)
         if not any(batch.count for batch in batches):  # the first one has some, as a rule
             raise ValueError("the held-out text has no token to predict; add text or raise data.held_out_fraction")
 

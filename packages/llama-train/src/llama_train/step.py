@@ -11,6 +11,7 @@ from torch import Tensor
 from llama_core import Llama
 
 from .batches import Batch
+from .forward import forward
 from .optimizer import Optimizer
 
 
@@ -64,7 +65,8 @@ def accumulate_gradients(
     total = torch.zeros((), dtype=torch.promote_types(head.dtype, torch.float32), device=head.device)
     for batch in micro_batches:
         batch = batch.to(head.device)
-        loss_sum = model.ops.linear_cross_entropy(model(batch.tokens), head, batch.targets, reduction="sum")
+        hidden = forward(model, batch)
+        loss_sum = model.ops.linear_cross_entropy(hidden, head, batch.targets, reduction="sum")
         loss = loss_sum / max(targets, 1)
         loss.backward()
         collect()

@@ -105,7 +105,9 @@ def extra(module: str, extra_name: str, purpose: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ValueError(f"{purpose} needs the {module} package: pip install 'llama-train[{extra_name}]'") from None
+        raise ValueError(
+            f"{purpose} needs the {module.partition('.')[0]} package: pip install 'llama-train[{extra_name}]'"
+        ) from None
 
 
 @contextmanager
