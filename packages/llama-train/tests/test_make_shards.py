@@ -20,11 +20,11 @@ import pytest
 
 from llama_core import Tokenizer, load_tokenizer
 from llama_train.cli import main
-from llama_train.data import make_shards as module
 from llama_train.data import shard as shard_module
 from llama_train.data.inputs import find_inputs
 from llama_train.data.items import read_items
 from llama_train.data.make_shards import Totals, make_shards
+from llama_train.data.prepared_folder import locked
 from llama_train.data.settings import PrepareConfig
 from llama_train.data.shard import Shard, read_shard, verify_shard
 from llama_train.tokenizer_training import save_tokenizer, train_tokenizer
@@ -391,5 +391,5 @@ def test_wide_ids_and_ids_outside_the_vocabulary(tmp_path: Path) -> None:
 def test_two_at_once_are_refused(make: Any, tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "one"})
     (tmp_path / "out").mkdir()
-    with module._locked(tmp_path / "out" / ".lock"), pytest.raises(ValueError, match="in use by another process"):
+    with locked(tmp_path / "out" / ".lock"), pytest.raises(ValueError, match="in use by another process"):
         make(path)

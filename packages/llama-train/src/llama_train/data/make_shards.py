@@ -6,12 +6,8 @@ the same bytes: each shard's header says where its successor begins to read.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +20,13 @@ from llama_core import load_tokenizer
 from .encode import Encoded, Encoder, cuts_are_exact
 from .inputs import Input, find_inputs
 from .items import Item, read_items
+from .prepared_folder import INDEX, TOKENIZER, begin_folder, locked, read_json, write_json
 from .settings import PrepareConfig
 from .shard import id_type, read_shard, write_shard
 from .workers import Task, encode_all
 
-PLAN, INDEX, TOKENIZER = "plan.json", "index.json", "tokenizer"
 _TASK_BYTES, _TASK_ITEMS = 2**19, 1024
 _SHOWN = 20  # bad lines that are told one by one
-# What may differ between two starts of one preparation, because the shards do not depend on it.
-_FREE = ("output", "tokenizer", "inputs", "on_bad_line", "workers", "progress")
 
 
 @dataclass(frozen=True)
@@ -105,8 +99,8 @@ def make_shards(
     sources = find_inputs(config)
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / ".lock"):
-        _begin(folder, config, sources, tokenizer.fingerprint)
+    with locked(folder / ".lock"):
+        begin_folder(folder, config, sources, tokenizer.fingerprint)
         if (folder / INDEX).is_file():
             note(f"complete   {folder} holds all of it already")
             return _totals(folder)
@@ -214,7 +208,7 @@ class _Writer:
             "skipped": self.position.skipped,
             "shards": shards,
         }
-        _write_json(self.folder / INDEX, facts)
+        write_json(self.folder / INDEX, facts)
         return _totals(self.folder)
 
 
@@ -240,27 +234,6 @@ def _tasks(
         advance(number, -1)
 
 
-def _begin(folder: Path, config: PrepareConfig, sources: list[Input], fingerprint: str) -> None:
-    settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
-    plan = {"settings": settings, "tokenizer": fingerprint, "inputs": [asdict(source) for source in sources]}
-    path = folder / PLAN
-    if not path.exists():
-        if any(item.name != ".lock" for item in folder.iterdir()):
-            raise ValueError(f"{folder} holds other files: choose another --output")
-        _write_json(path, plan)
-        return
-    before = read_json(path)
-    if before == plan:
-        return
-    wrong = [f"{key} was {before['settings'].get(key)!r}, is {value!r}" for key, value in settings.items()
-             if before["settings"].get(key) != value]  # fmt: skip
-    if before["tokenizer"] != fingerprint:
-        wrong.append(f"the tokenizer was {before['tokenizer'][:12]}…, is {fingerprint[:12]}…")
-    if before["inputs"] != plan["inputs"]:
-        wrong.append("the inputs are not the same files of the same sizes")
-    raise ValueError(f"{folder} was begun otherwise ({'; '.join(wrong)}): set that back, or choose another --output")
-
-
 def _finished(folder: Path) -> tuple[list[str], _Position]:
     """The shards that an earlier start wrote, and where the last of them ended."""
     names: list[str] = []
@@ -277,27 +250,6 @@ def _totals(folder: Path) -> Totals:
     return Totals(len(index["shards"]), **sums, skipped=index["skipped"])
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file of a prepared folder.
-
-    Raises:
-        ValueError: damaged.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-
-
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def run_prepare(config: PrepareConfig) -> None:
     """The command: prints what is found, a progress bar on a terminal, and the totals."""
     from .progress import show_progress
@@ -311,20 +263,3 @@ def run_prepare(config: PrepareConfig) -> None:
         f"prepared   {totals.documents:,} documents, {totals.tokens:,} tokens of {totals.bytes:,} bytes{skipped}, in "
         f"{totals.shards} shards, {seconds:.1f} s: {config.output}"
     )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{path.parent} is in use by another process: wait for it") from None
-        except OSError:
-            pass  # a network file system without locks
-        yield

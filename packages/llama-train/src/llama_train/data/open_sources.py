@@ -13,8 +13,8 @@ from llama_train.batches import Batch
 from llama_train.config import DataConfig
 from llama_train.shuffle import mix
 
-from .make_shards import TOKENIZER
 from .mixture import Mixture, set_batches
+from .prepared_folder import TOKENIZER
 from .rows import CutRows, PackedRows
 from .token_set import TokenSet, open_folder
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llama_train.shuffle import permute
 
-from .make_shards import INDEX, read_json
+from .prepared_folder import INDEX, read_json
 from .shard import Shard, read_shard
 
 
