@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from llama_parallel.testing import run_ranks
 from llama_train import TrainConfig, load_config
 from llama_train.cli import main
 from llama_train.config_file import dump_config
+from llama_train.tokenizer_training import save_tokenizer, train_tokenizer
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,10 +51,27 @@ def test_the_file_shown_is_the_example() -> None:
 def test_every_command_is_run_below() -> None:
     programs = ("llama-train", "llama-infer", "torchrun", "accelerate")
     assert {line.split()[0] for line in COMMANDS} == set(programs)
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 15
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("llama-train")])
+SHARDS = [line for line in COMMANDS if "prepare " in line or "--data.sources" in line]
+
+
+def test_commands_of_prepared_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer([(folder / "my-text" / "a.txt").read_text(encoding="utf-8")], 300)
+    save_tokenizer(tokenizer, folder / "runs" / "quickstart" / "hf", 10**30)
+    record = json.dumps({"prompt": "How? ", "completion": "So."})
+    (folder / "questions.jsonl").write_text(f"{record}\n" * 20, encoding="utf-8")
+    prepare, run = SHARDS
+    assert main(shlex.split(prepare)[1:]) == 0
+    assert "23 documents" in capsys.readouterr().out
+    assert main([*shlex.split(run)[1:], *_short()]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [line for line in COMMANDS if line.startswith("llama-train") and line not in SHARDS]
+)
 def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: the ways to start the program have tests of their own in test_cli and test_torchrun."""
     arguments = shlex.split(command)[1:]
