@@ -9,7 +9,9 @@ It starts its ranks itself, anew for each work, so that an error or a lack of me
 hangs is ended. Bfloat16 weights, gradients and AdamW states unless a name says float32; fused AdamW, no clipping.
 MFU is picotron's (6 N + 12 L H S a token, both embedding tables, no causal halving), and in the next column the
 standard one (without the input embedding, 6 L H S); the peak is 989.5 TFLOP/s. E is tokens/s/GPU over that of the
-same model and length on one GPU in the same run. "alone" is communication that hides behind nothing, "idle" no kernel.
+same model and length on one GPU in the same run. "alone" is communication that hides behind nothing, "idle" no kernel;
+"host" is the share of a step until its last call returned (in brackets: of computing threads), near 100 where a process
+launches too slowly for its GPU. "links" measures transfers and launches without a model.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor
 from multigpu_decode import Decoded, DecodeWork, decode, decode_works
 from multigpu_jobs import Outcome, Rank, run_job
+from multigpu_links import links
 from multigpu_parity import Case, Found, cases, compare
 from multigpu_report import Report
 from multigpu_train import train
@@ -130,6 +133,9 @@ def main(words: list[str] | None = None) -> int:
         return 0
     run = Run(options)
     report = Report(options.out, run.name, run.gpus, options.compile)
+    if chosen("links", options):
+        sizes = (1 << 10, 1 << 14) if options.quick else (1 << 10, 1 << 24, 1 << 28)
+        report.links(run.job(links, run.gpus, (sizes, 5 if options.quick else 30), 60.0))
     if chosen("parity", options) or begins("parity", options.only[:6]):
         check_parity(run, report)
     todo = [work for work in works(run.gpus) if chosen(work.name, options)]

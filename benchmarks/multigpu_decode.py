@@ -95,7 +95,7 @@ def decode(rank: Rank, work: DecodeWork) -> None:
             tokens.copy_(logits.argmax(-1))
 
         call = captured(step) if gpu else step
-        seconds = timed(call, 50 if gpu else 2, rank.device)
+        seconds, _ = timed(call, 50 if gpu else 2, rank.device)
         if rank.number == 0:
             rank.say(Decoded(batch, seconds))
 

@@ -25,10 +25,11 @@ PEAK = 989.5e12
 
 _COLUMNS = (
     "layout", "GPUs", "rows × length × acc.", "tokens/s/GPU", "MFU %", "standard %", "E", "S", "peak GB", "alone %",
-    "idle %", "bubble %", "loss", "picotron",
+    "idle %", "host %", "bubble %", "loss", "picotron",
 )  # fmt: skip
 _PARITY = ("layout against one process, float64", "largest difference", "of", "seconds", "")
 _DECODING = ("decoding", "batch", "ms a step", "tokens/s", "times tp 1")
+_LINKS = ("links and launches", "bytes received", "µs", "GB/s", "µs to launch")
 _FAILURES = ("failed or not run", "why")
 
 
@@ -45,6 +46,9 @@ class Line:
     peak: int
     shares: Shares | None
     loss: float
+    host: float
+    """Launching's share of a step, and that of computing threads in it."""
+    busy: float
 
 
 class Report:
@@ -111,6 +115,16 @@ class Report:
             if number == 0:
                 print(said[-1].table, flush=True)
 
+    def links(self, outcome: Outcome) -> None:
+        """What is there to be had."""
+        for one in outcome.said[0]:
+            rate = f"{one.nbytes / one.seconds / 1e9:.1f}" if one.nbytes else "–"
+            self.show(
+                f"| {one.name} | {one.nbytes:,} | {one.seconds * 1e6:.1f} | {rate} | {one.launched * 1e6:.1f} |", _LINKS
+            )
+        if outcome.error is not None:
+            self.failure("links", outcome)
+
     # --- decoding ----------------------------------------------------------------------------------------------------
 
     def decoding(self, work: DecodeWork, found: list[Decoded], outcome: Outcome) -> None:
@@ -145,6 +159,7 @@ def line_of(work: Work, timings: list[Timing], shares: list[Shares], before: lis
     return Line(
         work, per_gpu, picotron, standard, None if alone is None else per_gpu / alone,
         max(timing.peak for timing in timings), mean, timings[0].loss,
+        timings[0].launched / timings[0].seconds, max(timing.busy / timing.seconds for timing in timings),
     )  # fmt: skip
 
 
@@ -173,7 +188,8 @@ def row_of(line: Line) -> str:
         work.name, str(work.gpus), f"{work.rows} × {work.length} × {work.accumulation}", f"{line.per_gpu:,.0f}",
         percent(line.picotron_mfu), percent(line.standard_mfu), "–" if efficiency is None else f"{efficiency:.3f}",
         "–" if efficiency is None else f"{efficiency * work.gpus:.2f}", f"{line.peak / 1e9:.1f}",
-        percent(None if shares is None else shares.exposed), percent(None if shares is None else shares.idle), bubble,
+        percent(None if shares is None else shares.exposed), percent(None if shares is None else shares.idle),
+        f"{percent(line.host)} ({percent(line.busy)})", bubble,
         f"{line.loss:.3f}", "–" if work.picotron is None else f"{line.per_gpu / work.picotron:.2f} ×",
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"

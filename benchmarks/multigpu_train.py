@@ -42,6 +42,11 @@ class Timing:
     loss: float
     parameters: int
     """Of this rank, in elements."""
+    launched: float = 0.0
+    """Seconds of a step until its last call returned: near `seconds`, the process is what a GPU waits for (or its
+    queue is full)."""
+    busy: float = 0.0
+    """Seconds of a step that the process's threads computed, all together."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,16 @@ def train(rank: Rank, work: Work, seconds: float, compiled: bool, table: bool) -
         return loss
 
     loss = float(step())  # of the initial weights: about log V, on every layout
-    warm = timed(step, WARM_UP - 1, rank.device)
+    warm, _ = timed(step, WARM_UP - 1, rank.device)
     steps = min(8, max(2, round(seconds / warm)))
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    spent = timed(step, steps, rank.device)
+    working = time.process_time()
+    spent, launched = timed(step, steps, rank.device)
+    busy = (time.process_time() - working) / steps
     peak = torch.cuda.max_memory_allocated() if gpu else 0
     held = sum(local(p).numel() for p in parameters)
-    rank.say(Timing(spent, steps, peak, loss, held))
+    rank.say(Timing(spent, steps, peak, loss, held, launched, busy))
     rank.say(profile(step, gpu, table))
 
 
@@ -114,21 +121,24 @@ def micro_batches(work: Work, parallel: Parallel, device: torch.device) -> list[
     return found
 
 
-def timed(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of one call, from when all ranks are ready to when the slowest is done; the same on every rank."""
+def timed(call: Callable[[], object], times: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one call, from when all ranks are ready to when the slowest is done, and until the slowest has
+    launched it; the same on every rank."""
     dist.barrier()
     synchronize(device)
     begun = time.perf_counter()
     for _ in range(times):
         call()
+    launched = time.perf_counter() - begun
     synchronize(device)
-    spent = torch.tensor((time.perf_counter() - begun) / times, dtype=torch.float64, device=device)
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return float(spent)
+    both = torch.tensor([time.perf_counter() - begun, launched], dtype=torch.float64, device=device) / times
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    spent, launched = both.tolist()
+    return spent, launched
 
 
 def profile(step: Callable[[], object], gpu: bool, table: bool) -> Profile:
-    """One step seen by the profiler; on a CPU the operators, for what that is worth."""
+    """One step seen by the profiler, with a table another one, of the host's side: operators and calls of CUDA."""
     activity = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
     if not gpu and not table:
         return Profile(None)
@@ -138,9 +148,19 @@ def profile(step: Callable[[], object], gpu: bool, table: bool) -> Profile:
         if gpu:
             torch.cuda.synchronize()
     if not gpu:
-        return Profile(None, profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40))
+        return Profile(None, _host_table(profiler))
     kernels = kernels_of(profiler)
-    return Profile(shares_of(kernels), top_kernels(kernels) if table else None)
+    if not table:
+        return Profile(shares_of(kernels))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, activity]) as both:
+        step()
+        torch.cuda.synchronize()
+    return Profile(shares_of(kernels), f"{top_kernels(kernels)}\n\n{_host_table(both)}")
+
+
+def _host_table(profiler: torch.profiler.profile) -> str:
+    found: str = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60)
+    return found
 
 
 def synchronize(device: torch.device) -> None:

@@ -119,13 +119,14 @@ def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import multigpu
 
     words = ["--out", str(tmp_path), "--device", "cpu", "--gpus", "2", "--quick", "--seconds", "0.01"]
-    only = ["--only", "parity tp 2,one,tp2,pp2 zero,decode tp2", "--skip", "one 8k", "--profile", "tp2"]
+    only = ["--only", "links,parity tp 2,one,tp2,pp2 zero,decode tp2", "--skip", "one 8k", "--profile", "tp2"]
     assert multigpu.main([*words, *only]) == 0
     text = (tmp_path / "tables.md").read_text()
     assert re.search(r"^\| tp 2 \| \S+e-1\d \|.*\| equal \|$", text, re.MULTILINE)
     losses = dict(re.findall(r"^\| (one|tp2|pp2 zero_bubble) \|.* \| (\d\.\d{3}) \| – \|$", text, re.MULTILINE))
     assert len(losses) == 3
     assert len(set(losses.values())) == 1  # the same weights and tokens on every layout
+    assert re.search(r"^\| all-gather \| 16,384 \|", text, re.MULTILINE)
     assert re.search(r"^\| decode tp2 \| 3 \|", text, re.MULTILINE)
     assert "aten::mm" in (tmp_path / "profile-tp2-rank0.txt").read_text()
     assert "0 wrong or failed" in capsys.readouterr().out
