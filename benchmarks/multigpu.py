@@ -136,8 +136,7 @@ def main(words: list[str] | None = None) -> int:
     if chosen("links", options):
         sizes = (1 << 10, 1 << 14) if options.quick else (1 << 10, 1 << 24, 1 << 28)
         report.links(run.job(links, run.gpus, (sizes, 5 if options.quick else 30), 60.0))
-    if chosen("parity", options) or begins("parity", options.only[:6]):
-        check_parity(run, report)
+    check_parity(run, report)
     todo = [work for work in works(run.gpus) if chosen(work.name, options)]
     decoding = [work for work in decode_works(run.gpus) if chosen(work.name, options)]
     # decoding is quick; it comes before the long sequences, which time may not reach
