@@ -53,7 +53,7 @@ def test_held_out_text_without_a_target_is_told_before_training(
 ) -> None:
     from llama_train import startup
 
-    monkeypatch.setattr(startup, "held_out_batches", lambda *arguments: iter(()))
+    monkeypatch.setattr(startup, "measuring_batches", lambda *arguments, **keys: iter(()))
     reporter = recorder()
     with pytest.raises(ValueError, match="the held-out text has no token to predict"):
         train(tiny, reporter)
