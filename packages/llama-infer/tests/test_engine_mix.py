@@ -79,7 +79,12 @@ MIXES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=str)
+def _name(mix: dict[str, Any]) -> str:
+    """Without addresses of functions: workers of pytest-xdist compare names."""
+    return ", ".join(f"{key}={'own' if callable(value) else value}" for key, value in mix.items())
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=_name)
 @pytest.mark.parametrize("seed", range(2))
 def test_any_mix_equals_the_oracle(
     model: Llama, oracle: Callable[[list[int], int], list[int]], mix: dict[str, Any], seed: int
