@@ -1,8 +1,8 @@
 """What goes over the wire: every collective of a step, of our code and of FSDP's and the pipeline's.
 
 A TorchDispatchMode sees them as operators: `_c10d_functional` those of collectives.py, `c10d` those of
-torch.distributed's own functions. It goes along into the backward pass, whose threads take over the modes of the one that started it
-(ATen/ThreadLocalState.h). Nothing is replaced; without a trace nothing is slower.
+torch.distributed's own functions. It goes along into the backward pass, whose threads take over the modes of the one
+that started it (ATen/ThreadLocalState.h). Nothing is replaced; without a trace nothing is slower.
 """
 
 from __future__ import annotations
