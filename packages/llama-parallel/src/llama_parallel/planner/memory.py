@@ -46,18 +46,20 @@ class Memory:
         return self.gathered + self.loss + self.communication + self.slack
 
 
-def predict_memory(work: Work, *, workspace: float = 32 * 2**20, slack: float = 0.02) -> Memory:
-    """Peak of the rank that needs most.
+def predict_memory(
+    work: Work, pipeline_rank: int | None = None, *, workspace: float = 32 * 2**20, slack: float = 0.02
+) -> Memory:
+    """Peak of one rank.
 
     Args:
         work: the step.
+        pipeline_rank: whose; `None` means the one that needs most.
         workspace: bytes that the library of matrix products reserves (cuBLAS on Hopper: 32 MiB).
         slack: part of everything that rounding and gaps of the allocator cost.
     """
-    found = [
-        _of_stage(work, rank, stage)
-        for rank, stage in enumerate(stages(work.model, work.layout.pp, work.stages_per_rank))
-    ]
+    ranks = stages(work.model, work.layout.pp, work.stages_per_rank)
+    wanted = range(len(ranks)) if pipeline_rank is None else (pipeline_rank,)
+    found = [_of_stage(work, rank, ranks[rank]) for rank in wanted]
     most = max(found, key=lambda memory: memory.total)
     return Memory(**{**vars(most), "slack": workspace + slack * most.total})
 
@@ -85,31 +87,31 @@ def _of_stage(work: Work, rank: int, stage: Stage) -> Memory:
     held = in_flight(work, rank)
     boundaries = widths(work).stream * work.tokens
     moments = own * (2 * sizes.moment + sizes.master)
-    gathered, unsharded = _gathered(work, stage, groups)
-    points = []  # (activations, gradients, loss) where memory may be highest
+    resident, at_layer = _gathered(work, stage, groups)
+    points = []  # (activations, gradients, loss, gathered) where memory may be highest
     accumulated = work.micro_batches > 1
-    of_layer = float(elements(groups[-2])) if len(groups) > 1 and stage.layers else 0.0
+    of_layer = float(elements(groups[-2]))
     tail, per_gradient = float(elements(groups[-1])), float(sizes.parameter)
     # FSDP sums micro-batches whole, in the type it reduces in, and shards them with the last (gradients.py).
     all_gradients = own * (sizes.master or sizes.parameter)
     if accumulated:
-        before = whole * sizes.reduce if work.fsdp and unsharded else all_gradients
+        before = whole * sizes.reduce if work.fsdp else all_gradients
     else:
         before = 0.0
     kept = kept_by_layer(work)
     others = (held - 1) * (stage.layers * kept + boundaries) + boundaries  # of micro-batches not yet in backward
     during_loss, after_loss = _loss(work, stage)
-    points.append((others + stage.layers * kept, before, during_loss))
+    points.append((others + stage.layers * kept, before, during_loss, resident))
     grown = before
     for layer in sorted({stage.layers, 1, 0}, reverse=True):  # backward of the last, of the first; all of them done
         # (between them all is linear in the number of layers, so no other can be higher)
         if not accumulated:
             grown = (tail + (stage.layers - layer) * of_layer) * per_gradient * (own / whole if work.fsdp else 1.0)
         live = others + layer * kept + (backward_of_layer(work) if layer else 0.0)
-        points.append((live, grown, after_loss if layer == stage.layers else 0.0))
+        points.append((live, grown, after_loss if layer == stage.layers else 0.0, resident + at_layer))
     last = max(before, all_gradients) + (whole * sizes.parameter if sizes.master else 0.0)
-    points.append((others - boundaries if held > 1 else 0.0, last, float(of_layer * sizes.compute)))
-    activations, gradients, loss = max(points, key=sum)
+    points.append((others - boundaries if held > 1 else 0.0, last, float(of_layer * sizes.compute), 0.0))
+    activations, gradients, loss, gathered = max(points, key=sum)
     return Memory(
         weights=own * sizes.parameter,
         gradients=gradients,
@@ -122,20 +124,21 @@ def _of_stage(work: Work, rank: int, stage: Stage) -> Memory:
     )
 
 
-def _gathered(work: Work, stage: Stage, groups: tuple[tuple[Shape, ...], ...]) -> tuple[float, bool]:
-    """Bytes of gathered parameters and of gradients on their way, and whether gradients are unsharded meanwhile.
+def _gathered(work: Work, stage: Stage, groups: tuple[tuple[Shape, ...], ...]) -> tuple[float, float]:
+    """Bytes that FSDP holds all through forward and backward, and those that come on top at one layer's backward.
 
-    FSDP2 gathers into one flat buffer and copies out of it, while the next layer's buffer fills: two layers whole and
-    one flat. A layer's gradients are there whole in the compute type and, to be summed, once more in the reduce type.
+    Norm and head stay gathered, and with pipelines everything. Otherwise a layer's parameters are there, the next one's
+    arrive in a flat buffer and are copied out of it. The layer's gradients are there whole in the compute type and, to
+    be summed, once more in the reduce type; so are the head's, until all layers are done, in the compute type.
     """
     if not work.fsdp:
-        return 0.0, False
+        return 0.0, 0.0
     sizes = work.bytes_of
-    layer, tail = float(max(map(elements, set(groups[:-1])), default=0.0)), elements(groups[-1])
-    resident = 2.0 * layer if work.reshards else stage_elements(stage, work.model, work.layout.tp) - tail
-    flat = layer if work.shards > 1 else 0.0
-    on_their_way = layer * (sizes.compute + sizes.reduce)
-    return (resident + tail + flat) * sizes.compute + on_their_way, True
+    layer, tail = float(elements(groups[-2])), float(elements(groups[-1]))
+    if not work.reshards:
+        return stage_elements(stage, work.model, work.layout.tp) * sizes.compute, layer * (sizes.compute + sizes.reduce)
+    arriving = layer * sizes.compute if work.shards > 1 else 0.0
+    return tail * sizes.compute, layer * (2 * sizes.compute + sizes.reduce) + arriving
 
 
 def _loss(work: Work, stage: Stage) -> tuple[float, float]:
