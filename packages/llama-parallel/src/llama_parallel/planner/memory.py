@@ -105,11 +105,14 @@ def _of_stage(work: Work, rank: int, stage: Stage) -> Memory:
     grown = before
     for layer in sorted({stage.layers, 1, 0}, reverse=True):  # backward of the last, of the first; all of them done
         # (between them all is linear in the number of layers, so no other can be higher)
+        coming = (tail + (stage.layers - layer) * of_layer) * per_gradient * (own / whole if work.fsdp else 1.0)
         if not accumulated:
-            grown = (tail + (stage.layers - layer) * of_layer) * per_gradient * (own / whole if work.fsdp else 1.0)
+            grown = coming
+        elif sizes.master:  # sums lie in the optimizer, and each micro-batch's gradients come beside them
+            grown = before + coming
         live = others + layer * kept + (backward_of_layer(work) if layer else 0.0)
         points.append((live, grown, after_loss if layer == stage.layers else 0.0, resident + at_layer))
-    last = max(before, all_gradients) + (whole * sizes.parameter if sizes.master else 0.0)
+    last = max(before, all_gradients) + (whole * sizes.parameter if sizes.master and accumulated else 0.0)
     points.append((others - boundaries if held > 1 else 0.0, last, float(of_layer * sizes.compute), 0.0))
     activations, gradients, loss, gathered = max(points, key=sum)
     return Memory(
