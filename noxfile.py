@@ -158,6 +158,7 @@ def docs(session: nox.Session) -> None:
     """The site, from docs/ and docstrings, into build/docs; every warning is an error."""
     session.install(*group("docs"), *editable(*PACKAGES))
     session.run("python", "-m", "doctest", "docs/public_api.py")
+    pytest(session, "packages/llama-parallel/tests/test_docs.py")
     env = {"OMP_NUM_THREADS": "1"}
     session.run("sphinx-build", "-q", "-E", "-W", "--keep-going", "-d", "build/doctrees", "docs", "build/docs", env=env)
     session.log("see build/docs/index.html")
