@@ -8,4 +8,5 @@ from .lora_layers import LoraLinear as LoraLinear
 from .lora_layers import adapter_of as adapter_of
 from .lora_layers import apply_lora as apply_lora
 from .lora_layers import check_adapter as check_adapter
+from .lora_layers import draw_adapter as draw_adapter
 from .lora_layers import merge_lora as merge_lora

@@ -171,14 +171,31 @@ def apply_lora(
                 layer.lora_A.copy_(adapter.weights[name][0])
                 layer.lora_B.copy_(adapter.weights[name][1])
             elif not layer.lora_A.is_meta:
-                # the variance of PEFT's uniform draw, on every layout and device the same numbers
-                std, shape = 1 / math.sqrt(3 * layer.in_features), tuple(layer.lora_A.shape)
-                fill_normal(layer.lora_A, f"{name}.lora_A", seed, std, shape, (0, 0))
+                draw_adapter(layer.lora_A, f"{name}.lora_A", seed, tuple(layer.lora_A.shape), (0, 0))
         layer.train(model.training)
         _replace(model, name, layer)
     if isinstance(adapter, Adapter):
         _put_replaced(model, adapter)
     return names
+
+
+@torch.no_grad()
+def draw_adapter(out: Tensor, name: str, seed: int, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+    """Fill a fresh lora_A or lora_B, or the block of it that starts at `offsets`, the same on every layout and device.
+
+    A has the variance of PEFT's uniform draw, 1 / (3 · in); B is zero.
+
+    Args:
+        out: (rows, columns), the block.
+        name: the parameter's full name, which ends in lora_A or lora_B.
+        seed: of all adapters of a model.
+        shape: of the whole parameter.
+        offsets: index of the block's first element in it.
+    """
+    if name.endswith("lora_B"):
+        out.zero_()
+    else:
+        fill_normal(out, name, seed, 1 / math.sqrt(3 * shape[1]), shape, offsets)
 
 
 def merge_lora(model: Llama, adapter: Adapter | None = None) -> None:

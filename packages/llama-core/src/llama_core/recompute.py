@@ -35,11 +35,13 @@ def set_activation_checkpointing(model: Llama, mode: str, keep: Collection[str] 
     if mode not in MODES:
         raise ValueError(f"activation checkpointing {mode!r} is unknown; choose one of {', '.join(MODES)}")
     run: Callable[..., Tensor] | None = None
+    # The second pass must drop what the first one dropped; only adapters drop anything (lora_layers.py).
+    draws = any(getattr(module, "dropout", 0.0) > 0 for module in model.modules())
     if mode == "full":
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # no dropout, so no generator to keep
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
     elif mode == "selective":
         contexts = partial(_selective_contexts, frozenset(keep))
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts)
     for layer in model.model.layers:
         if isinstance(layer, DecoderLayer):
             layer.recompute = run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -63,25 +63,41 @@ def load_shards(
         check(checkpoint)
         _check_same_model(checkpoint, model)
         model.to_empty(device=device)
-        scratch = Scratch()
-        for name, local, _, offsets in local_parts(model):
-            stored = checkpoint.tensors.get(name) or checkpoint.tensors[EMBEDDING]  # a last stage's tied head
-            _read(stored, local, offsets, scratch)
+        read_shards(checkpoint, dict(model.named_parameters()))
     finally:
         checkpoint.close()
+
+
+@torch.no_grad()
+def read_shards(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors from a checkpoint that was checked; of a DTensor this rank's part is read and no more.
+
+    Args:
+        checkpoint: of `llama_core.load.open_checkpoint`.
+        tensors: by the names of parameters; of any dtype.
+    """
+    scratch = Scratch()
+    for name, tensor in tensors.items():
+        stored = checkpoint.tensors.get(name) or checkpoint.tensors[EMBEDDING]  # a last stage's tied head
+        local, _, offsets = local_part(tensor)
+        _read(stored, local, offsets, scratch)
 
 
 def local_parts(model: Llama) -> Iterator[tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]]:
     """Of every parameter: name, this rank's part (the memory itself), shape of the whole, index of the part in it."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            # Also right where FSDP cuts what TP has cut already along the same dimension (_StridedShard).
-            found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            local = parameter.to_local()
-            assert tuple(found[0]) == tuple(local.shape), (name, found, local.shape)
-            yield name, local, tuple(parameter.shape), tuple(found[1])
-        else:
-            yield name, parameter.detach(), tuple(parameter.shape), (0,) * parameter.dim()
+        yield name, *local_part(parameter)
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """This rank's part of a tensor (the memory itself), shape of the whole, index of the part in it."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim()
+    # Also right where FSDP cuts what TP has cut already along the same dimension (_StridedShard).
+    found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    assert tuple(found[0]) == tuple(local.shape), (found, local.shape)
+    return local, tuple(tensor.shape), tuple(found[1])
 
 
 def _check_same_model(checkpoint: Checkpoint, model: Llama) -> None:
