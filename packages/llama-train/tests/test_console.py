@@ -11,7 +11,7 @@ from llama_train.metrics import StepMetrics
 
 
 def _metrics(step: int) -> StepMetrics:
-    return StepMetrics(step, step * 2048, 1.5, 0.25, 1e-3, 12345.0, None, 10**9)
+    return StepMetrics(step, step * 2048, 1.5, 0.25, 1e-3, 12345.0, 12345.0, None, None, 10**9, 0.0)
 
 
 def _run(console: Console, progress: bool = True) -> None:

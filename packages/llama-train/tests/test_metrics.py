@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_train.metrics import MetricsFile, StepMetrics, format_line, human, peak_memory
+from llama_train.metrics import EvaluationMetrics, MetricsFile, Sinks, StepMetrics, human, peak_memory
 
 
 def _metrics(step: int, **changes: float) -> StepMetrics:
@@ -16,7 +16,10 @@ def _metrics(step: int, **changes: float) -> StepMetrics:
         "grad_norm": 0.25,
         "learning_rate": 1e-3,
         "tokens_per_second": 12345.0,
+        "tokens_per_second_per_device": 12345.0,
         "mfu": None,
+        "mfu_torchtitan": None,
+        "data_wait": 0.0,
         "memory": 10**9,
     }
     return StepMetrics(step=step, **{**values, **changes})  # type: ignore[arg-type]
@@ -38,24 +41,12 @@ def test_human(number: float, text: str) -> None:
     assert human(number) == text
 
 
-def test_lines_of_a_run_are_aligned() -> None:
-    lines = [
-        format_line(_metrics(1, loss=11.0, grad_norm=123.456), 1000),
-        format_line(_metrics(10, mfu=0.5), 1000),
-        format_line(_metrics(999, tokens_per_second=1.0, memory=80e9, learning_rate=3e-10), 1000),
-    ]
-    assert len({len(line) for line in lines}) == 1
-    assert len({line.index("tok/s") for line in lines}) == 1
-    assert "MFU  50.0%" in lines[1]
-    assert "80.00 GB" in lines[2]
-
-
 def test_file_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
     for step in (1, 2, 3):
         file.write(_metrics(step))
-    file.write_evaluation(3, 2.0, 10)
+    file.write_evaluation(EvaluationMetrics(3, 2.0, 10, 7.4, 1.1))
     with path.open("a") as raw:
         raw.write('{"step": 4, "lo')  # killed in the middle
     MetricsFile(path, 2).write(_metrics(3, loss=9.0))
@@ -63,6 +54,38 @@ def test_file_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[2]["loss"] == 9.0
     assert records[0]["kind"] == "train"
+
+
+def test_a_measurement_is_kept_once_and_every_line_is_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):  # a finished run that is started again
+        file = MetricsFile(path, 3)
+        for _ in range(2):
+            file.write_evaluation(EvaluationMetrics(3, 800.0, 10, float("inf"), None))
+            file.write_sample(3, "def f\n")
+    records = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert records == [
+        {"kind": "held_out", "step": 3, "loss": 800.0, "tokens": 10, "perplexity": None, "bits_per_byte": None},
+        {"kind": "sample", "step": 3, "text": "def f\n"},
+    ]
+
+
+def test_several_sinks_get_everything(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Sink(MetricsFile):
+        def close(self) -> None:
+            closed.append(self._path.name)
+
+    sinks = Sinks([Sink(tmp_path / name, 0) for name in ("a.jsonl", "b.jsonl")])
+    sinks.write(_metrics(1))
+    sinks.write_evaluation(EvaluationMetrics(1, 2.0, 10, 7.4, 1.1))
+    sinks.write_sample(1, "x")
+    sinks.close()
+    texts = [(tmp_path / name).read_text() for name in ("a.jsonl", "b.jsonl")]
+    assert texts[0] == texts[1]
+    assert [json.loads(line)["kind"] for line in texts[0].splitlines()] == ["train", "held_out", "sample"]
+    assert closed == ["a.jsonl", "b.jsonl"]
 
 
 def test_peak_memory_of_this_process_is_plausible() -> None:

@@ -7,7 +7,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .metrics import StepMetrics, format_line
+from .console_line import format_line
+from .metrics import StepMetrics
 
 
 class Reporter:

@@ -46,6 +46,20 @@ def flops_per_token(parameters: int, layers: int, attention_width: int, sequence
     return 6 * parameters + 12 * layers * attention_width * sequence_length
 
 
+def flops_per_token_torchtitan(
+    parameters: int, embedding: int, layers: int, attention_width: int, sequence_length: int
+) -> int:
+    """torchtitan's count (get_dense_model_nparams_and_flops): the same, but the input embedding, a look-up, counts
+    for nothing. The output head counts; a tied one is both, and counts once.
+
+    Args:
+        parameters: all parameters of the model.
+        embedding: those of an input embedding that is not the head too.
+        layers, attention_width, sequence_length: as of `flops_per_token`.
+    """
+    return flops_per_token(parameters - embedding, layers, attention_width, sequence_length)
+
+
 def mfu(tokens_per_second: float, per_token: int, peak: float | None) -> float | None:
     """Model FLOP/s utilisation, 0 to 1, of one device; None where its peak is not known."""
     return None if peak is None else tokens_per_second * per_token / peak

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,20 +13,21 @@ from torch import Tensor
 
 from llama_core import load_tokenizer
 
-from .build import count_parameters, model_config
+from .build import model_config
 from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint, stored_names
 from .config import TrainConfig
 from .console import Reporter
 from .evaluate import Evaluation
 from .export import export_model
-from .flops import flops_per_token, mfu, peak_flops
 from .layout_choice import which_process
-from .metrics import MetricsFile, StepMetrics, peak_memory
+from .meter import Meter
+from .metrics import EvaluationMetrics, Sinks, StepMetrics
 from .nonfinite import check_finite
 from .prepare import PreparedData, measuring_batches, training_rows
 from .run_folder import RunFolder, share_run_folder
 from .sample import sample_text
 from .schedule import learning_rate
+from .sinks import open_sinks
 from .startup import memory_told, prepare_once, resolve_run, tell
 from .step import StepResult
 from .stopping import StopRequest, describe
@@ -82,9 +84,10 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         reporter.note(f"attention  {attention}")
         run = _Run(config, folder, prepare_once(config, folder.data, world, reporter), world, reporter)
         run.resume(changes)
-        if not run.steps():
-            return TrainResult(folder.path, run.done, finished=False)
-        return run.finish()
+        with run.open_sinks():
+            if not run.steps():
+                return TrainResult(folder.path, run.done, finished=False)
+            return run.finish()
 
 
 class _Run:
@@ -111,9 +114,8 @@ class _Run:
             self.trainer = OnRanks(config, shape, world)
         self.done = 0
         self.saved: Checkpoint | None = None
-        width = shape.num_attention_heads * shape.head_width
-        self.flops = flops_per_token(count_parameters(shape), shape.num_hidden_layers, width, length)
-        self.peak = peak_flops(world.device)
+        self.sinks = Sinks()
+        self.meter = Meter(config, shape, world, self.done)
         epochs = config.schedule.steps * config.rows_per_step / self.rows.rows_per_epoch
         tell(config, shape, self.trainer, epochs, world, reporter)
 
@@ -145,7 +147,16 @@ class _Run:
             self.reporter.note(f"resumed    step {self.done}, from {self.saved.path}")
             for line in changes:
                 self.reporter.note(f"changed    {line}")
-        self.metrics = MetricsFile(self.folder.metrics, self.done) if self.world.is_main else None
+
+    @contextmanager
+    def open_sinks(self) -> Iterator[None]:
+        """Where rank 0 writes figures; closed however the run ends."""
+        if self.world.is_main:
+            self.sinks = open_sinks(self.config, self.folder, self.done)
+        try:
+            yield
+        finally:
+            self.sinks.close()
 
     def steps(self) -> bool:
         """Train to the last step; False if asked to stop before it. Saved either way."""
@@ -153,7 +164,7 @@ class _Run:
         last = config.schedule.steps
         self.reporter.start(self.done, last)
         unseen: list[tuple[int, StepResult]] = []
-        clock, clock_step = time.perf_counter(), self.done
+        self.meter.start(self.done)
         signal = 0
         with StopRequest() as stop:
             while self.done < last and not signal:
@@ -183,15 +194,12 @@ class _Run:
                 if shows or evaluates or saves or world.device.type == "cpu":
                     self._check(unseen)
                 if shows:
-                    self._show(step, result, rate, step - clock_step, clock)
-                    clock, clock_step = time.perf_counter(), step
-                if evaluates or saves:
-                    paused = time.perf_counter()
+                    self._show(self.meter.measure(step, result, rate, skipped=0))
+                with self.meter.pause():
                     if evaluates:
                         self._evaluate()
                     if saves:
                         self._save()
-                    clock += time.perf_counter() - paused
             self._check(unseen)
             if self.saved is None or self.saved.step != self.done:
                 self._save()
@@ -234,8 +242,9 @@ class _Run:
         # The rows of a micro-batch fit in memory with gradients, so without them they do all the more.
         batches = measuring_batches(self.data, config.data, config.data.micro_batch_size, config.evaluation.max_tokens)
         result = self.trainer.evaluate(batches)
-        if self.metrics is not None:
-            self.metrics.write_evaluation(self.done, result.loss, result.tokens)
+        self.sinks.write_evaluation(
+            EvaluationMetrics(self.done, result.loss, result.tokens, result.perplexity, bits_per_byte=None)
+        )
         share = 100 * result.fraction_of_chance(self.data.vocab_size)
         self.reporter.note(
             f"held out   step {self.done}: loss {result.loss:.4f} over {result.tokens:,} tokens, perplexity "
@@ -248,25 +257,11 @@ class _Run:
         self.saved = save_checkpoint(self.folder.checkpoints, self.done, self.tensors(), keep, self.world)
         self.reporter.note(f"saved      {self.saved.path}")
 
-    def _show(self, step: int, result: StepResult, rate: float, steps: int, since: float) -> None:
-        if self.metrics is None:
-            return
-        per_step = self.config.rows_per_step * self.config.data.sequence_length
-        speed = steps * per_step / (time.perf_counter() - since)
-        metrics = StepMetrics(
-            step=step,
-            tokens=step * per_step,
-            loss=float(result.loss),
-            grad_norm=float(result.grad_norm),
-            learning_rate=rate,
-            tokens_per_second=speed,
-            mfu=mfu(speed / self.world.size, self.flops, self.peak),
-            memory=peak_memory(self.world.device),
-        )
+    def _show(self, metrics: StepMetrics) -> None:
         self.reporter.line(metrics)
         for line in self.trainer.sent() if self.config.trace_comm else ():
             self.reporter.note(f"sent       {line}")
-        self.metrics.write(metrics)
+        self.sinks.write(metrics)
 
     def _check(self, unseen: list[tuple[int, StepResult]]) -> None:
         for step, result in unseen:
