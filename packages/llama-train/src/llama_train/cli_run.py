@@ -25,8 +25,10 @@ def main(arguments: list[str]) -> int:
         config = tyro.cli(TrainConfig, args=arguments, default=default, prog=program)
 
     from .loop import train
+    from .manage.run_state import noted_outcome
 
-    train(config)
+    with noted_outcome(config) as reached_its_end:
+        reached_its_end.append(train(config).finished)
     return 0
 
 

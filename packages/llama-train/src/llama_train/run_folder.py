@@ -12,6 +12,8 @@ from pathlib import Path
 from .checkpoint import list_checkpoints
 from .config import TrainConfig
 from .config_file import dump_config, load_config
+from .manage.run_files import JOBS
+from .manage.run_files import run_path as run_path
 from .world import World
 
 _LOCK = ".lock"
@@ -87,14 +89,9 @@ def share_run_folder(config: TrainConfig, world: World) -> Iterator[tuple[RunFol
         yield RunFolder(run_path(config)), changes
 
 
-def run_path(config: TrainConfig) -> Path:
-    """Where the run lies."""
-    return Path(config.folder) if config.folder is not None else Path("runs") / config.name
-
-
 def _check_usable(run: RunFolder, config: TrainConfig) -> list[str]:
     """Settings that changed since the last start; ValueError where the folder may not be used."""
-    if not run.path.is_dir() or all(path.name == _LOCK for path in run.path.iterdir()):
+    if not run.path.is_dir() or all(path.name in (_LOCK, JOBS) for path in run.path.iterdir()):
         return []
     if not run.config.is_file():
         raise ValueError(f"{run.path} exists and is no run folder (it has no config.toml): {_OTHER}")
