@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -68,5 +69,69 @@ def test_refusals_and_failures_reach_the_one_who_waits(model: Llama) -> None:
                     await llm.generate([1, 2], GREEDY)
             finally:
                 handle.remove()
+
+    asyncio.run(main())
+
+
+def test_a_failed_engine_is_replaced(model: Llama) -> None:
+    async def main() -> None:
+        async with AsyncLLM(LLM(model)) as llm:
+            handle = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+            tasks = [asyncio.create_task(llm.generate([at], GREEDY)) for at in range(1, 4)]
+            try:
+                for task in tasks:
+                    with pytest.raises(RuntimeError, match="the engine has failed"):
+                        await task
+            finally:
+                handle.remove()
+            assert isinstance(llm.failure, ZeroDivisionError)
+            with pytest.raises(RuntimeError, match="the engine has failed"):
+                await llm.generate([1, 2, 3], GREEDY)  # until somebody restarts it
+            await asyncio.to_thread(llm.restart)
+            assert llm.failure is None
+            assert (await llm.generate([1, 2, 3], GREEDY)).token_ids == naive(model, [1, 2, 3])
+
+    asyncio.run(main())
+
+
+def test_no_coroutine_waits_for_a_step(model: Llama) -> None:
+    """Requests and cancellations are taken up between steps; the loop goes on meanwhile."""
+
+    async def main() -> None:
+        handle = model.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.5))
+        try:
+            async with AsyncLLM(LLM(model)) as llm:
+                first = asyncio.create_task(llm.generate([1], SamplingParams(temperature=0.0, max_tokens=1)))
+                await asyncio.sleep(0.2)  # inside the step
+                begun = time.perf_counter()
+                second = asyncio.create_task(llm.generate([2], GREEDY))
+                await asyncio.sleep(0)
+                second.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await second
+                assert time.perf_counter() - begun < 0.2
+                await first
+        finally:
+            handle.remove()
+
+    asyncio.run(main())
+
+
+def test_several_requests_at_once_and_readers_that_come_late(model: Llama) -> None:
+    async def main() -> None:
+        async with AsyncLLM(LLM(model)) as llm:
+            requests = [llm.llm.requests.request(None, [1, 2, at], GREEDY, streaming=True) for at in (3, 4)]
+            running = llm.start(requests)
+            while not running.done:  # nobody reads; the engine goes on
+                await asyncio.sleep(0.01)
+            assert not await running.news()
+            for request in requests:
+                assert [chunk.token_id for chunk in request.sequences[0].chunks or ()] == naive(
+                    model, request.prompt_ids
+                )
+            running = llm.start([llm.llm.requests.request(None, [1], GREEDY)])
+            llm.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                await running.news()
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -129,10 +130,20 @@ class LLM:
                 self.model_sampling = model_sampling(path)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self.default_params = self.sampling_params()
-        built = build_engine(self.model, self.tokenizer, settings)
+        self.kernels, self._settings = kernels, settings
+        self._build()
+
+    def _build(self) -> None:
+        built = build_engine(self.model, self.tokenizer, self._settings)
         self.engine, self.max_model_len, self.remarks = built.engine, built.max_model_len, built.remarks
-        self.kernels, self.attention = kernels, built.attention
+        self.attention = built.attention
         self.requests = Requests(self.tokenizer, self.model.config.vocab_size, self.max_model_len)
+
+    def restart(self) -> None:
+        """A new engine with an empty cache, in place of one that has failed. Requests of the old one are lost."""
+        self.__dict__.pop("engine", None)  # its cache's memory is needed for the new one
+        gc.collect()
+        self._build()
 
     def sampling_params(self, **settings: Any) -> SamplingParams:
         """Sampling parameters from explicit settings; the model's own defaults (`generation_config`) fill the rest."""
