@@ -1,1 +1,1 @@
-"""Looking after runs: configurations, pictures, tables and cluster jobs. Nothing here imports torch but the benchmark."""
+"""Looking after runs: configurations, pictures, tables, cluster jobs. Only the benchmark imports torch."""

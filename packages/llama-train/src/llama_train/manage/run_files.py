@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config import TrainConfig
-from ..config_file import load_config
+from llama_train.config import TrainConfig
+from llama_train.config_file import load_config
 
 CONFIG, METRICS, OUTCOME = "config.toml", "metrics.jsonl", "outcome.json"
 JOBS = "slurm"

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
-from ..config import TrainConfig
+from llama_train.config import TrainConfig
+
 from .history import History
 from .run_files import CONFIG, JOBS, OUTCOME, last_checkpoint, run_path, settings_of
 
