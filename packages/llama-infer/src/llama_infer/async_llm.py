@@ -22,7 +22,7 @@ class EngineFailure(RuntimeError):
 class Running:
     """Requests that were handed to the engine's thread together.
 
-    The thread appends chunks to `sequence.chunks` and never waits for whoever reads them: a slow reader only finds more.
+    The thread appends chunks to `sequence.chunks` and waits for nobody who reads them: a slow reader only finds more.
     """
 
     def __init__(self, owner: AsyncLLM, requests: Seq[Request]) -> None:
@@ -64,8 +64,8 @@ class AsyncLLM:
     >>> async with AsyncLLM() as llm:
     ...     output = await llm.generate("Once upon a time")
 
-    No coroutine waits for a step to end: requests and cancellations are left for the thread, which takes them up between
-    two steps.
+    No coroutine waits for a step to end: requests and cancellations are left for the thread, which takes them up
+    between two steps.
 
     Args:
         llm: an LLM that you hold; else the arguments make one.
