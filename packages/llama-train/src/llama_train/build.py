@@ -22,6 +22,8 @@ from llama_core.parameter_shapes import parameter_shapes
 
 from .attention_choice import choose_attend
 from .config import ModelConfig, TrainConfig
+from .lora import add_adapters
+from .start import start_shape
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -43,12 +45,15 @@ def resolve(config: TrainConfig) -> TrainConfig:
 def model_config(
     config: ModelConfig, *, vocab_size: int, sequence_length: int, bos_id: int | None, eos_id: int | None
 ) -> LlamaConfig:
-    """The model's shape. Vocabulary and special tokens are those of the tokenizer.
+    """The model's shape. Vocabulary and special tokens are those of the tokenizer, or of the model to start from.
 
     Raises:
         ValueError: an unknown preset, a number missing, or numbers that do not fit together.
     """
-    given = {item.name: getattr(config, item.name) for item in fields(config) if item.name != "preset"}
+    if config.start_from is not None:
+        return start_shape(config, sequence_length)
+    not_of_shape = ("preset", "start_from", "rope_factor")
+    given = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in not_of_shape}
     given = {key: value for key, value in given.items() if value is not None}
     theta = given.pop("rope_theta", None)
     tokens: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": bos_id, "eos_token_id": eos_id}
@@ -80,7 +85,8 @@ def choose_ops(kernels: str, device: torch.device) -> Ops:
 
 
 def build_model(shape: LlamaConfig, config: TrainConfig, device: torch.device) -> Llama:
-    """A model with fresh weights on the device, in the dtype asked for, ready to train.
+    """A model on the device, in the dtype asked for, ready to train: with fresh weights, or, where model.start_from is
+    set, with memory that `load_start` fills.
 
     Raises:
         ValueError: the attention that is named cannot serve this model here.
@@ -90,8 +96,11 @@ def build_model(shape: LlamaConfig, config: TrainConfig, device: torch.device) -
     )
     with torch.device("meta"):
         model = Llama(shape, ops=choose_ops(config.kernels, device), attend=attend)
-    model = model.to(getattr(torch, config.dtype)).to_empty(device=device)
-    init_weights(model, seed=config.seed)
+    model = model.to(getattr(torch, config.dtype))
+    add_adapters(model, config)
+    model.to_empty(device=device)
+    if config.model.start_from is None:
+        init_weights(model, seed=config.seed)
     set_activation_checkpointing(model, config.activation_checkpointing)
     if config.compile:
         compile_layers(model)

@@ -14,6 +14,7 @@ from .config_checks import require as require
 from .config_data import DataConfig as DataConfig
 from .config_logging import EvaluationConfig as EvaluationConfig
 from .config_logging import LoggingConfig as LoggingConfig
+from .config_lora import LoraSettings as LoraSettings
 from .config_model import ModelConfig as ModelConfig
 from .config_optimizer import OptimizerConfig as OptimizerConfig
 from .config_optimizer import ScheduleConfig as ScheduleConfig
@@ -49,6 +50,7 @@ class TrainConfig:
     threads: int | None = None
     """Threads of a process on a CPU; unset means PyTorch's choice. On cores busy with other work, fewer are faster."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -63,6 +65,8 @@ class TrainConfig:
         require(_is_text(self.name), "name", self.name, "UTF-8 text without NUL")
         require(self.folder is None or _is_text(self.folder), "folder", self.folder, "UTF-8 text without NUL")
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+        if self.lora.rank and self.model.start_from is None:
+            raise ValueError(f"lora.rank is {self.lora.rank}; adapters need a model to adapt: set model.start_from")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
 
     @property

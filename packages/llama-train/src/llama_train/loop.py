@@ -14,11 +14,11 @@ from torch import Tensor
 from llama_core import load_tokenizer
 
 from .build import model_config
-from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint, stored_names
+from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, stored_names
 from .config import TrainConfig
 from .console import Reporter
 from .evaluate import Evaluation
-from .export import export_model
+from .export import export_run
 from .layout_choice import which_process
 from .meter import Meter
 from .metrics import EvaluationMetrics, Sinks, StepMetrics
@@ -26,9 +26,11 @@ from .nonfinite import check_finite
 from .prepare import PreparedData, measuring_batches, training_rows
 from .run_folder import RunFolder, share_run_folder
 from .sample import sample_text
+from .saving import FAILED, Saver
 from .schedule import learning_rate
 from .sinks import open_sinks
 from .startup import memory_told, prepare_once, resolve_run, tell
+from .start import begin, check_vocabulary
 from .step import StepResult
 from .stopping import StopRequest, describe
 from .trainer import OneProcess, Trainer
@@ -105,6 +107,7 @@ class _Run:
             bos_id=data.bos_id,
             eos_id=data.eos_id,
         )
+        check_vocabulary(config, shape, data.vocab_size)
         self.rows = training_rows(data, config.data, config.seed)
         if world.size == 1:
             self.trainer: Trainer = OneProcess(config, shape, world)
@@ -114,9 +117,11 @@ class _Run:
             self.trainer = OnRanks(config, shape, world)
         self.done = 0
         self.saved: Checkpoint | None = None
+        self.saver = Saver(folder.checkpoints, config.checkpoint, world)
+        self.trainer.optimizer.before_update = self.saver.hold_back
         self.sinks = Sinks()
         self.meter = Meter(config, shape, world, self.done)
-        epochs = config.schedule.steps * config.rows_per_step / self.rows.rows_per_epoch
+        epochs = config.schedule.total * config.rows_per_step / self.rows.rows_per_epoch
         tell(config, shape, self.trainer, epochs, world, reporter)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -131,8 +136,9 @@ class _Run:
         self.saved, passed_over = self.world.main_does(lambda: newest_checkpoint(self.folder.checkpoints))
         for line in passed_over:
             self.reporter.note(f"warning    {line}")
+        begin(self.config, self.trainer, self.world, self.reporter, resumes=self.saved is not None)
         if self.saved is not None:
-            steps = self.config.schedule.steps
+            steps = self.config.schedule.total
             if self.saved.step > steps:
                 raise ValueError(f"schedule.steps is {steps}; {self.saved.path} is already past that: raise it")
             tensors, stored = self.tensors(), stored_names(self.saved)
@@ -161,15 +167,15 @@ class _Run:
     def steps(self) -> bool:
         """Train to the last step; False if asked to stop before it. Saved either way."""
         config, trainer, world, every = self.config, self.trainer, self.world, self.config.checkpoint.every
-        last = config.schedule.steps
+        last = config.schedule.total
         self.reporter.start(self.done, last)
         unseen: list[tuple[int, StepResult]] = []
         self.meter.start(self.done)
         signal = 0
-        with StopRequest() as stop:
+        with StopRequest() as stop, self.saver as saver:
             while self.done < last and not signal:
                 step = self.done + 1
-                agreed = world.start_largest(lambda: stop.number)
+                agreed = world.start_largest(lambda: saver.signal or stop.number)
                 result = trainer.step(
                     self.rows.micro_batches(
                         step,
@@ -182,6 +188,9 @@ class _Run:
                     config.optimizer.max_grad_norm,
                 )
                 signal = agreed()  # the same on all processes, so that all stop after the same step
+                if signal == FAILED:
+                    saver.wait()  # raises what went wrong
+                self._tell_saved()
                 self.done = step
                 self.reporter.advance(step)
                 if result.targets == 0:
@@ -201,8 +210,10 @@ class _Run:
                     if saves:
                         self._save()
             self._check(unseen)
-            if self.saved is None or self.saved.step != self.done:
+            if self.done not in (saver.step, None if self.saved is None else self.saved.step):
                 self._save()
+            saver.wait()
+            self._tell_saved()
         self.reporter.stop()
         if self.done < last:
             self.reporter.note(
@@ -220,8 +231,7 @@ class _Run:
             model = self.trainer.whole()
             if model is not None:
                 export = self.folder.export
-                export_model(model, tokenizer, export)
-                self.reporter.note(f"exported   {export}")
+                export_run(model, tokenizer, self.config, self.folder, self.reporter.note)
             del model
         sample = None
         if self.config.evaluation.sample_tokens:
@@ -253,9 +263,13 @@ class _Run:
         return result
 
     def _save(self) -> None:
-        keep = self.config.checkpoint.keep
-        self.saved = save_checkpoint(self.folder.checkpoints, self.done, self.tensors(), keep, self.world)
-        self.reporter.note(f"saved      {self.saved.path}")
+        self.saver.save(self.done, self.tensors())
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        if (written := self.saver.written()) is not None:
+            self.saved = written
+            self.reporter.note(f"saved      {written.path}")
 
     def _show(self, metrics: StepMetrics) -> None:
         self.reporter.line(metrics)

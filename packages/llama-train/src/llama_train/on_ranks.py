@@ -32,9 +32,10 @@ from .build import choose_ops
 from .config import TrainConfig
 from .evaluate import Evaluation
 from .layout_choice import keeps_float32, plan_of, sizes
+from .lora import add_adapters, nothing_dropped
 from .optimizer import Optimizer
 from .step import StepResult
-from .trainer import bytes_at_rest, checkpoint_names
+from .trainer import bytes_at_rest, checkpoint_names, empty_whole, exact_weights
 from .world import World
 
 if TYPE_CHECKING:
@@ -54,13 +55,19 @@ class OnRanks:
     def __init__(self, config: TrainConfig, shape: LlamaConfig, world: World) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.rests_in = torch.float32 if keeps_float32(config) else dtype
-        self._dtype, self._world = dtype, world
+        self._dtype, self._world, self._config = dtype, world, config
         attend, _ = choose_attend(config.attention, shape, config.data.sequence_length, world.device, dtype)
         self.mesh = build_mesh(sizes(config.parallel), world.device.type)
         with torch.device("meta"):
-            model = Llama(shape, ops=choose_ops(config.kernels, world.device), attend=attend).to(self.rests_in)
+            # What is trained rests in float32 where the run has master weights; what is frozen never changes.
+            model = Llama(shape, ops=choose_ops(config.kernels, world.device), attend=attend)
+            model = model.to(dtype if config.lora.rank else self.rests_in)
+        add_adapters(model, config, self.rests_in)
         self.parallel = parallelize(model, self.mesh, plan_of(config))
-        init_shards(model, config.seed, world.device)
+        if config.model.start_from is None:
+            init_shards(model, config.seed, world.device)
+        else:
+            model.to_empty(device=world.device)  # `load_start` fills it
         # Taken down now: while FSDP has gathered a parameter, the model shows the gathered one.
         self.parameters = dict(model.named_parameters())
         self.optimizer = Optimizer(self.parameters.items(), config.optimizer)
@@ -105,7 +112,8 @@ class OnRanks:
             if len(own) < -(-len(together) // self.parts):  # every rank takes part in every collective
                 blank = together[0]
                 own.append(replace(blank, targets=torch.full_like(blank.targets, IGNORED)))
-            loss, count = mean_loss(self.parallel, [self._own(batch) for batch in own])
+            with nothing_dropped(self.parallel.model, self._config):
+                loss, count = mean_loss(self.parallel, [self._own(batch) for batch in own])
             total, tokens = total + float(loss) * int(count), tokens + int(count)
         if tokens == 0:
             raise ValueError("the held-out text has no token to predict; add text or raise data.held_out_fraction")
@@ -114,13 +122,17 @@ class OnRanks:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """(1, S) → (1, S, V), on every rank."""
-        return full_logits(self.parallel, tokens)
+        with nothing_dropped(self.parallel.model, self._config):
+            return full_logits(self.parallel, tokens)
+
+    def weights(self) -> dict[str, Tensor]:
+        """As `OneProcess` names them."""
+        return {self._canonical(name): p for name, p in exact_weights(self.parameters, self.optimizer).items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """As `OneProcess` names them; the last stage of a pipeline calls a tied head by the embedding's name."""
         names = {name: self._canonical(name) for name in self.parameters}
-        parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        tensors = checkpoint_names(parameters, self.optimizer)
+        tensors = checkpoint_names(self.parameters, self.optimizer)
         renamed = {}
         for key, value in tensors.items():
             for name, canonical in names.items():
@@ -153,8 +165,7 @@ class OnRanks:
     def whole(self) -> Llama | None:
         """The model on rank 0's CPU, put together tensor by tensor: a GPU holds one whole tensor at a time."""
         shape, main = self.parallel.model.config, self._world.is_main
-        with torch.device("cpu" if main else "meta"):
-            model = Llama(shape).to(self._dtype)
+        model = empty_whole(shape, self._config, "cpu" if main else "meta")
         of_names = {self._canonical(name): parameter for name, parameter in self.parameters.items()}
         stages = self._world.gather((self.mesh.get_local_rank("pp"), sorted(of_names)))
         group = self.mesh.get_group("pp")
@@ -164,7 +175,8 @@ class OnRanks:
             value: Tensor | None = held.full_tensor() if isinstance(held, DTensor) else held
             if owner != 0:
                 if value is None:
-                    value = torch.empty(target.shape, dtype=self.rests_in, device=self._world.device)
+                    dtype = self._dtype if self._config.lora.rank and not target.requires_grad else self.rests_in
+                    value = torch.empty(target.shape, dtype=dtype, device=self._world.device)
                 dist.broadcast(value.contiguous(), src=dist.get_global_rank(group, owner), group=group)
             if main:
                 assert value is not None

@@ -134,6 +134,7 @@ def _fixed(config: TrainConfig) -> dict[str, object]:
         "dtype": config.dtype,
         "optimizer.master_weights": config.optimizer.master_weights,
         **{f"model.{key}": value for key, value in vars(config.model).items()},
+        **{f"lora.{key}": value for key, value in vars(config.lora).items()},
         "data.source": data.source,
         "data.sources": data.sources,
         "data.weights": data.weights,

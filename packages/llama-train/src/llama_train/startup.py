@@ -20,7 +20,9 @@ from .config import TrainConfig
 from .console import Reporter
 from .layout_choice import check_parallel, fill_in, sizes
 from .metrics import human
+from .lora import check_lora
 from .prepare import PreparedData, measuring_batches, prepare
+from .start import data_of
 from .trainer import Trainer
 from .world import World, local_size
 
@@ -65,11 +67,13 @@ def resolve_run(config: TrainConfig, process: Process) -> tuple[TrainConfig, tor
     """
     config = resolve(config)
     config = replace(config, parallel=fill_in(config.parallel, process.world_size))
+    config = replace(config, schedule=config.schedule.resolved(config.rows_per_step * config.data.sequence_length))
     data = config.data
     shape = model_config(
         config.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length, bos_id=None, eos_id=None
     )
     device = torch.device(config.device)
+    check_lora(config)
     if process.world_size > 1:
         check_parallel(config, shape)
         if device.type == "cuda":
@@ -90,8 +94,10 @@ def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Repo
         ValueError: as `prepare`; hosts whose own copies of the text differ; held-out text without any target.
     """
 
+    settings = data_of(config)
+
     def work() -> PreparedData:
-        return prepare(config.data, folder, reporter.note)
+        return prepare(settings, folder, reporter.note)
 
     def check(data: PreparedData) -> None:
         batches = measuring_batches(data, config.data, rows=1)
@@ -104,8 +110,8 @@ def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Repo
         return data
     world.main_does(lambda: check(work()))
     first_of_host = world.process.local_rank == 0
-    world.all_do(lambda: prepare(config.data, folder) if first_of_host else None)
-    data = world.all_do(lambda: prepare(config.data, folder))
+    world.all_do(lambda: prepare(settings, folder) if first_of_host else None)
+    data = world.all_do(lambda: prepare(settings, folder))
     digests = world.gather(((data.tokenizer / "tokenizer.json").read_bytes(), len(data.train), len(data.held_out)))
     if any(digest != digests[0] for digest in digests):
         raise ValueError(f"hosts have different texts in {folder}: give them the same files, or one shared folder")
@@ -128,7 +134,7 @@ def tell(
             "and moments"
         )
     data, length = config.data, config.data.sequence_length
-    per_step, steps = config.rows_per_step * length, config.schedule.steps
+    per_step, steps = config.rows_per_step * length, config.schedule.total
     ranks = "" if trainer.parts == 1 else f" × {trainer.parts} data-parallel ranks"
     reporter.note(
         f"batch      {data.micro_batch_size} × {length} tokens × {data.gradient_accumulation_steps}{ranks} "
