@@ -13,20 +13,30 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from .world import ALONE, World
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial-"
 _FORMAT = 2  # 1 had bfloat16 weights beside their float32 masters
+
+
+_MOST_FILES = 4  # of a process, each written and read back by a thread
+_BYTES_OF_A_FILE = 2**30
 
 
 class SaveError(RuntimeError):
@@ -41,8 +51,39 @@ class Checkpoint:
     step: int
 
 
-def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: int, world: World = ALONE) -> Checkpoint:
-    """Write a checkpoint and remove all but the newest `keep`.
+class _Copied(DefaultSavePlanner):  # type: ignore[misc]  # torch leaves it untyped
+    """Takes shapes and places from the live tensors, and values from copies of their local parts."""
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copies[index.fqn]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Around what calls DCP: one process needs no process group, and DCP would say so each time.
+
+    Entered by the main thread, for a thread that writes too: the filters of warnings belong to all threads.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    keep: int,
+    world: World = ALONE,
+    *,
+    keep_every: int = 0,
+    copies: Mapping[str, Tensor] | None = None,
+) -> Checkpoint:
+    """Write a checkpoint and remove all but the newest `keep`, and those that stay for ever.
 
     With several processes each writes its own shards; rank 0 gives the checkpoint its name after all have written.
 
@@ -52,6 +93,9 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: i
         tensors: everything to save, by name; DTensors where a process has a part only.
         keep: at least 1.
         world: the processes, all of which make this call.
+        keep_every: checkpoints whose step is a multiple of it are never removed; 0 for none.
+        copies: of the tensors' local parts, by the same names, on the CPU, where a thread makes this call beside the
+            training that changes the tensors, whose values are not read then; the main thread has entered `quiet`.
 
     Raises:
         SaveError: the disk is full or not writable, for one process at least; earlier checkpoints are intact.
@@ -60,10 +104,18 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: i
     partial = folder / (_PARTIAL + final.name)
     try:
         world.main_does(lambda: _make_room(folder))
-        with warnings.catch_warnings():
-            # One process needs no process group; DCP says so each time.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            save(tensors, checkpoint_id=partial, no_dist=world.control is None, process_group=world.control)
+        nbytes = sum(_local(tensor).nbytes for tensor in tensors.values())
+        threads = 1 + min(_MOST_FILES - 1, nbytes // _BYTES_OF_A_FILE)
+        writer = FileSystemWriter(partial, thread_count=threads, per_thread_copy_ahead=0 if copies else 10_000_000)
+        with quiet() if copies is None else nullcontext():
+            save(
+                tensors,
+                checkpoint_id=partial,
+                storage_writer=writer,
+                planner=None if copies is None else _Copied(copies),
+                no_dist=world.control is None,
+                process_group=world.control,
+            )
         own = world.all_do(lambda: _fingerprints(partial, world))
         files = {name: entry for entries in world.gather(own) for name, entry in entries.items()}
         world.main_does(lambda: _commit(partial, final, step, dict(sorted(files.items()))))
@@ -75,7 +127,8 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], keep: i
     if world.is_main:
         # Later steps than this one are of checkpoints that were found damaged: they must not push the whole ones out.
         for old in [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= step][:-keep]:
-            shutil.rmtree(old.path)
+            if not keep_every or old.step % keep_every:
+                shutil.rmtree(old.path)
     return Checkpoint(final, step)
 
 
@@ -86,8 +139,7 @@ def load_checkpoint(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: W
         ValueError: the checkpoint holds other names or shapes.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        with quiet():
             load(tensors, checkpoint_id=checkpoint.path, no_dist=world.control is None, process_group=world.control)
     except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise ValueError(f"{checkpoint.path} does not fit this model: {_reason(error)}") from error
@@ -156,7 +208,8 @@ def _fingerprints(partial: Path, world: World) -> dict[str, dict[str, object]]:
     mine = f"__{world.process.rank}_"
     names = [path.name for path in sorted(partial.iterdir())]
     own = [name for name in names if name.startswith(mine) or (world.is_main and not name.startswith(others))]
-    return {name: _fingerprint(partial / name) for name in own}
+    with ThreadPoolExecutor(max_workers=_MOST_FILES) as pool:
+        return dict(zip(own, pool.map(_fingerprint, [partial / name for name in own]), strict=True))
 
 
 def _commit(partial: Path, final: Path, step: int, files: dict[str, dict[str, object]]) -> None:
@@ -169,6 +222,11 @@ def _commit(partial: Path, final: Path, step: int, files: dict[str, dict[str, ob
         shutil.rmtree(final)
     partial.rename(final)
     _sync(final.parent)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _write(path: Path, text: str) -> None:

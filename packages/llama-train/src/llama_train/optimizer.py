@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class Optimizer:
             raise ValueError("the model has no parameter to train")
         self._trained = {name: self._twin(parameter, config) for name, parameter in self._parameters.items()}
         self.norms: dict[str, Tensor] = {}
+        self.before_update: Callable[[], None] = lambda: None
+        """Called by each `step` before anything of `state_dict` changes."""
         decayed = [parameter for parameter in self._trained.values() if parameter.ndim >= 2]
         kept = [parameter for parameter in self._trained.values() if parameter.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
@@ -80,6 +82,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Apply the gradients and forget them."""
+        self.before_update()
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()

@@ -164,7 +164,7 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
         except Exception as error:
             if not world.owns_failure():
                 raise RemoteError(str(error)) from error
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
+            if lost_another(error):
                 line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise RankError(f"rank {process.rank} lost another process, which died or hangs: {line}") from error
             error.add_note(FIRST)
@@ -172,6 +172,11 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
     finally:
         if ours:
             dist.destroy_process_group()
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether an error of torch.distributed says that another process is gone or does not answer."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def local_size(environ: dict[str, str] | None = None) -> int:
