@@ -52,7 +52,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ("learning_rate = 1\n", "unknown key 'learning_rate' at the top level; did you mean optimizer.learning_rate"),
         ("[data]\nwarmup_steps = 1\n", r"'warmup_steps' in \[data\]; did you mean schedule.warmup_steps"),
         ("[optimiser]\n", "unknown key 'optimiser' at the top level; did you mean optimizer"),
-        ("[schedule]\nzzzz = 1\n", "the keys there are steps, warmup_steps, final_ratio"),
+        ("[schedule]\nzzzz = 1\n", "the keys there are steps, tokens, shape, warmup_steps, final_ratio"),
         ("[optimizer]\nlearning_rate = '1e-3'\n", "optimizer.learning_rate is '1e-3'; it must be a number"),
         ("[schedule]\nsteps = 1.5\n", "schedule.steps is 1.5; it must be a whole number"),
         ("[schedule]\nsteps = true\n", "schedule.steps is True; it must be a whole number"),

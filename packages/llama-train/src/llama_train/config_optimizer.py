@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from .config_checks import finite_and as _finite_and
 from .config_checks import require
+
+_STEPS = 1000
+"""Of a run that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,70 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How long to train and the learning rate of every step: linear warm-up, then half a cosine."""
+    """How long to train and the learning rate of every step: linear warm-up, then a shape that ends at final_ratio."""
 
-    steps: int = 1000
-    """Optimizer steps of the whole run."""
+    steps: int | None = None
+    """Optimizer steps of the whole run; unset means as many as schedule.tokens needs, or 1000 without that."""
+    tokens: int | None = None
+    """Tokens of the whole run, in place of steps: rounded up to whole steps."""
+    shape: Literal["cosine", "linear", "wsd"] = "cosine"
+    """After warm-up: half a cosine, a straight line, or wsd: the highest rate until a cool-down at the end."""
     warmup_steps: int = 100
     """Steps over which the rate rises to optimizer.learning_rate."""
     final_ratio: float = 0.1
     """Rate of the last step, as a part of optimizer.learning_rate."""
+    cooldown_steps: int | None = None
+    """With wsd: steps of the cool-down; unset means cooldown_ratio of all."""
+    cooldown_ratio: float = 0.2
+    """With wsd: part of all steps that is cool-down, rounded to whole steps."""
+    cooldown: Literal["linear", "1-sqrt"] = "1-sqrt"
+    """With wsd: how the rate falls, in a straight line or as 1 - sqrt of the part that is done."""
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, "schedule.steps", self.steps, "at least 1")
-        wanted = f"0 to schedule.steps, {self.steps}"
-        require(0 <= self.warmup_steps <= self.steps, "schedule.warmup_steps", self.warmup_steps, wanted)
+        require(self.steps is None or self.steps >= 1, "schedule.steps", self.steps, "at least 1")
+        require(self.tokens is None or self.tokens >= 1, "schedule.tokens", self.tokens, "at least 1")
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(
+                f"schedule.steps is {self.steps} and schedule.tokens {self.tokens}; one of them says when to stop"
+            )
+        require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "0 to schedule.steps")
         require(0 <= self.final_ratio <= 1, "schedule.final_ratio", self.final_ratio, "0 to 1")
+        cooldown = self.cooldown_steps
+        require(cooldown is None or cooldown >= 1, "schedule.cooldown_steps", cooldown, "at least 1")
+        require(0 < self.cooldown_ratio <= 1, "schedule.cooldown_ratio", self.cooldown_ratio, "above 0, up to 1")
+        if cooldown is not None and self.shape != "wsd":
+            raise ValueError(f'schedule.cooldown_steps is for schedule.shape "wsd"; it is {self.shape!r}')
+        if self.tokens is None:
+            wanted = f"0 to schedule.steps, {self.total}"
+            require(self.warmup_steps <= self.total, "schedule.warmup_steps", self.warmup_steps, wanted)
+            if self.warmup_steps + self.cooldown_length > self.total:
+                raise ValueError(
+                    f"schedule.warmup_steps is {self.warmup_steps} and the cool-down has {self.cooldown_length} steps; "
+                    f"together they must be at most schedule.steps, {self.total}"
+                )
+
+    def resolved(self, tokens_per_step: int) -> ScheduleConfig:
+        """The same with `steps` a number: the fewest whole steps that see at least `tokens` tokens.
+
+        Args:
+            tokens_per_step: inputs of one optimizer step, over all processes, whether or not they have a target.
+
+        Raises:
+            ValueError: warm-up and cool-down do not fit into these steps.
+        """
+        if self.tokens is None:
+            return replace(self, steps=self.total)
+        return replace(self, steps=-(-self.tokens // tokens_per_step), tokens=None)
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the whole run, where tokens do not say it."""
+        assert self.tokens is None, "not resolved"
+        return _STEPS if self.steps is None else self.steps
+
+    @property
+    def cooldown_length(self) -> int:
+        """Steps of the cool-down; 0 where the shape has none. Where tokens do not say the length of the run."""
+        if self.shape != "wsd":
+            return 0
+        return self.cooldown_steps or max(1, round(self.cooldown_ratio * self.total))

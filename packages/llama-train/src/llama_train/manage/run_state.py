@@ -73,7 +73,7 @@ def run_state(run: Path, history: History) -> tuple[State, str]:
     if _is_locked(run / ".lock"):
         return "running", ""
     settings, saved = settings_of(run), last_checkpoint(run)
-    if settings is not None and saved is not None and saved >= settings.schedule.steps:
+    if settings is not None and saved is not None and saved >= settings.schedule.total:
         return "finished", ""
     log = _last_log(run)
     if _TIME_LIMIT.search(log):
