@@ -48,16 +48,28 @@ def load_model(
     checkpoint = open_checkpoint(path, rope_factor)
     try:
         check(checkpoint)
-        with torch.device("meta"):
-            model = Llama(checkpoint.config, ops)
-        model = model.to(dtype or stored_dtype(checkpoint))
-        # What to_empty does, but with torch.empty: the first empty_like of a meta tensor imports sympy, 0.4 s.
-        model._apply(lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
-        fill(checkpoint, dict(model.named_parameters()), progress)
-        if checkpoint.config.tie_word_embeddings:
-            check_tied_head(checkpoint, model.get_parameter("model.embed_tokens.weight"))
+        return load_checkpoint(checkpoint, dtype, device, ops, progress=progress)
     finally:
         checkpoint.close()
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Llama:
+    """`load_model` from a checkpoint that is open and has passed `check`."""
+    with torch.device("meta"):
+        model = Llama(checkpoint.config, ops)
+    model = model.to(dtype or stored_dtype(checkpoint))
+    # What to_empty does, but with torch.empty: the first empty_like of a meta tensor imports sympy, 0.4 s.
+    model._apply(lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+    fill(checkpoint, dict(model.named_parameters()), progress)
+    if checkpoint.config.tie_word_embeddings:
+        check_tied_head(checkpoint, model.get_parameter("model.embed_tokens.weight"))
     return model.eval()
 
 

@@ -1,7 +1,7 @@
-"""Tensors that still lie in files, and the two ways to build one out of others.
+"""Tensors that still lie in files, and the ways to build one out of others.
 
 Every format hands its tensors over as `StoredTensor`: rows of dimension 0 that can be read into given memory. A join
-of shards and the reordering of rotary pairs are the same thing around another one, so no format repeats them.
+of shards, a part, and the reordering of rotary pairs are the same thing around another one, so no format repeats them.
 """
 
 from __future__ import annotations
@@ -120,3 +120,35 @@ class JoinedRows:
             begin, end = ends[index] - self.parts[index].shape[0], min(ends[index], stop)
             self.parts[index].read_rows(row - begin, end - begin, out[row - start : end - start], scratch)
             row = end
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Rows (dimension 0) or columns (1) [start, stop) of another tensor: what one of several processes holds of it."""
+
+    whole: StoredTensor
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.whole.shape)
+        shape[self.dim] = self.stop - self.start
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def granule(self) -> int:
+        return self.whole.granule
+
+    def read_rows(self, start: int, stop: int, out: Tensor, scratch: Scratch) -> None:
+        if self.dim == 0:
+            self.whole.read_rows(self.start + start, self.start + stop, out, scratch)
+            return
+        rows = scratch.take((stop - start, *self.whole.shape[1:]), self.dtype, slot="part")
+        self.whole.read_rows(start, stop, rows, scratch)
+        out.copy_(rows[:, self.start : self.stop])
