@@ -86,6 +86,11 @@ class Tokenizer:
         self._templates = ChatTemplates(chat_templates or {})
         self.extra_settings = dict(extra_settings or {})
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens: those that are no text."""
+        return self._special_ids
+
     # --- text to ids
 
     def encode(self, text: str, add_bos: bool = True, parse_special: bool = False) -> list[int]:

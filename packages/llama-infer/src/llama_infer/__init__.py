@@ -9,6 +9,7 @@ from .outputs import Sample as Sample
 from .outputs import StreamChunk as StreamChunk
 from .outputs import Timings as Timings
 from .sampling_params import SamplingParams as SamplingParams
+from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM as AsyncLLM

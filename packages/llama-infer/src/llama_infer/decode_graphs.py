@@ -99,7 +99,8 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # By thread: where ranks share the model, NCCL's watchdog asks CUDA things from a thread of its own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden, logits = self._pass(inputs, rows, blocks)
         self._pool = graph.pool()
         return _Graph(graph, inputs, hidden, logits)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .guided_mask import allowed_tokens
 from .logprobs import LogprobWriter
 from .runner import ModelRunner
 from .sampler import Drawn, Sampler
@@ -89,7 +90,7 @@ class Engine:
     def _send(self, batch: list[Work]) -> _Step:
         try:
             pool = self.scheduler.pool
-            self.runner.cache.copy(pool.copies)
+            self.runner.copy(pool.copies)
             pool.copies.clear()
             hidden, logits = self.runner.run(batch)
             drawing = [work for work in batch if work.samples]
@@ -97,7 +98,8 @@ class Engine:
             drawn = None
             if drawing:
                 rows = [work.sequence for work in drawing for _ in range(1 + len(work.guesses))]
-                drawn = self.sampler.draw(logits, rows, self.runner.newest)
+                allowed = allowed_tokens(drawing, logits.shape[1])
+                drawn = self.sampler.draw(logits, rows, self.runner.newest, allowed)
             if any(work.sequence.params.prompt_logprobs is not None for work in batch):
                 self.logprobs.of_prompt(batch, hidden)
         except BaseException:  # half a pass, e.g. Ctrl-C: the cache doesn't hold these tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,9 +15,11 @@ from .engine import Engine
 from .logprobs import LogprobWriter
 from .paged_cache import PagedKVCache, block_bytes
 from .placement import attention_for
+from .ranks import Ranks
 from .runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
+from .tensor_parallel import LeadingRunner
 
 CPU_CACHE_BYTES = 4 * 2**30
 """Of the cache on a CPU, where one whole context fits into less; memory is taken as it is first written."""
@@ -66,8 +69,14 @@ class BuiltEngine:
     """What the user should know."""
 
 
-def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSettings) -> BuiltEngine:
+def build_engine(
+    model: Llama, tokenizer: Tokenizer | None, settings: EngineSettings, ranks: Ranks | None = None
+) -> BuiltEngine:
     """An engine for a model, its cache sized to the memory there is.
+
+    Args:
+        ranks: where several share the model, each of which builds an engine: rank 0's leads, the others' runners
+            `follow` it.
 
     Raises:
         ValueError: a context that the model or the memory is too small for, or an attention that cannot run here.
@@ -95,6 +104,8 @@ def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSett
             else _cpu_memory(-(-wanted // size) * each)
         )
     num_blocks = min(enough, memory // each)
+    if ranks is not None:
+        num_blocks = ranks.least(num_blocks)
     capacity = num_blocks * size
     remarks: tuple[str, ...] = ()
     if capacity < wanted:
@@ -107,7 +118,8 @@ def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSett
     cuda = device.type == "cuda"
     sharing = settings.enable_prefix_caching
     pool = BlockPool(num_blocks, size, prefix_caching=sharing, contiguous=attend_rows is not None)
-    runner = ModelRunner(
+    make_runner = partial(LeadingRunner, ranks) if ranks is not None and ranks.is_first else ModelRunner
+    runner = make_runner(
         model,
         PagedKVCache(model.config, num_blocks, size, dtype, device),
         max_num_seqs,
@@ -119,7 +131,7 @@ def build_engine(model: Llama, tokenizer: Tokenizer | None, settings: EngineSett
         Scheduler(pool, max_num_seqs, most_tokens, settings.speculative_tokens),
         runner,
         Sampler(fast=cuda and settings.kernels == "auto"),
-        LogprobWriter(model, tokenizer),
+        LogprobWriter(model, tokenizer, runner.logits_of),
         overlap=cuda and attend_rows is None and not settings.speculative_tokens,
     )
     automatic = "triton" if attend_rows is None else "sdpa"

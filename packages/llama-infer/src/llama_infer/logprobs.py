@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,23 @@ from .scheduler import Work
 
 
 class LogprobWriter:
-    """Notes log-probabilities in the sequences that ask for them."""
+    """Notes log-probabilities in the sequences that ask for them.
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer | None) -> None:
-        self.model = model
+    Args:
+        model: scores hidden states of prompts.
+        tokenizer: for the texts of tokens.
+        logits_of: hidden states (T, E) of a step and some of their rows → logits, in place of the model's own; where
+            several ranks must compute them together.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer | None,
+        logits_of: Callable[[Tensor, slice], Tensor] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.logits_of = logits_of or (lambda hidden_TE, rows: model.logits(hidden_TE[rows]))
 
     @torch.inference_mode()
     def of_prompt(self, batch: list[Work], hidden_TE: Tensor) -> None:
@@ -28,7 +42,7 @@ class LogprobWriter:
             rows = min(work.count, len(sequence.prompt_ids) - 1 - work.start)
             if wanted is None or rows < 1:
                 continue
-            logits_SV = self.model.logits(hidden_TE[begin : begin + rows])
+            logits_SV = self.logits_of(hidden_TE, slice(begin, begin + rows))
             next_ids = sequence.prompt_ids[work.start + 1 : work.start + 1 + rows]
             for offset, entry in enumerate(self._entries(logits_SV, next_ids, wanted)):
                 sequence.prompt_logprobs[work.start + 1 + offset] = entry

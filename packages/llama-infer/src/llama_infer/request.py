@@ -9,9 +9,11 @@ from typing import Any
 
 from llama_core import Tokenizer
 
+from .guided import Guide, GuideMaker
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
 from .sequence import Sequence
+from .structured_outputs import StructuredOutputsParams
 
 Prompt = str | Seq[int]
 """A text, or its token ids."""
@@ -50,6 +52,7 @@ class Requests:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self._guides = None if tokenizer is None else GuideMaker(tokenizer)
 
     def encode(self, prompt: Prompt | Seq[Message], index: int = 0) -> tuple[str | None, list[int]]:
         """A text, token ids or a chat → the text, if it was one, and its ids."""
@@ -84,8 +87,22 @@ class Requests:
             if beyond := [token_id for token_id in given if token_id >= self.vocab_size]:
                 raise ValueError(f"{name} hold {beyond[0]}; token ids are from 0 to {self.vocab_size - 1}")
         limit = min(params.max_tokens or room, room)
-        sequences = [Sequence(ids, params, limit, self.tokenizer, i, streaming) for i in range(params.n)]
+        guides = [self._guide(params, index) for _ in range(params.n)]
+        sequences = [
+            Sequence(ids, params, limit, self.tokenizer, i, streaming, guide) for i, guide in enumerate(guides)
+        ]
         return Request(prompt, ids, params, sequences)
+
+    def _guide(self, params: SamplingParams, index: int) -> Guide | None:
+        if params.structured_outputs is None:
+            return None
+        self.needs_tokenizer("structured_outputs")
+        assert self._guides is not None
+        assert isinstance(params.structured_outputs, StructuredOutputsParams)
+        try:
+            return self._guides.guide(params.structured_outputs)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
 
     def needs_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

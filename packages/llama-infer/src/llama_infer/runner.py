@@ -52,6 +52,15 @@ class ModelRunner:
         self._written: list[tuple[BlockTable | None, int]] = [(None, 0)] * max_num_seqs
         self._graphs = DecodeGraphs(model, cache, self.newest, max_num_seqs, blocks) if graphs else None
 
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks of the cache (from, to), before anything is written."""
+        self.cache.copy(pairs)
+
+    @torch.inference_mode()
+    def logits_of(self, hidden_TE: Tensor, rows: slice) -> Tensor:
+        """The logits of some rows of what `run` has returned last."""
+        return self.model.logits(hidden_TE[rows])
+
     @torch.inference_mode()
     def run(self, batch: list[Work]) -> tuple[Tensor, Tensor]:
         """The work's keys and values into the cache.

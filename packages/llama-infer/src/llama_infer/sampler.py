@@ -1,7 +1,8 @@
 """From logits to the next token of each sequence, by its own settings and generator.
 
-Order, as in vLLM: raw log-probabilities → end tokens kept away (`min_tokens`) → `logit_bias` → penalties → temperature
-and filters (`llama_core.sample`, or on a GPU one kernel of llama_kernels that needs no answer from the device).
+Order, as in vLLM: raw log-probabilities → end tokens kept away (`min_tokens`) → `logit_bias` → penalties → tokens that
+guided output allows → temperature and filters (`llama_core.sample`, or on a GPU one kernel of llama_kernels that needs
+no answer from the device).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 import llama_kernels
 from llama_core import sample
 
+from .guided_mask import AllowedTokens
 from .sequence import Sequence
 
 
@@ -42,14 +44,18 @@ class Sampler:
         self._settings: tuple[list[Sequence], list[Tensor]] = ([], [])
 
     @torch.inference_mode()
-    def draw(self, logits_RV: Tensor, sequences: list[Sequence], newest: Tensor) -> Drawn:
+    def draw(
+        self, logits_RV: Tensor, sequences: list[Sequence], newest: Tensor, allowed: AllowedTokens | None = None
+    ) -> Drawn:
         """Draw one token for each row, and note it in `newest` (one place for each sequence's slot).
 
-        A sequence may have several rows; they are draws after one another.
+        A sequence may have several rows; they are draws after one another. `allowed` is what guided output lets come.
         """
         largest_R = logits_RV.amax(dim=-1)  # NaN if there is one in the row
         if any(_is_processed(sequence) for sequence in sequences):
             logits_RV = processed(logits_RV, sequences)
+        if allowed is not None:
+            logits_RV = allowed.mask(logits_RV)
         if self.fast:
             ids_R = self._draw_fast(logits_RV, sequences)
         else:
@@ -114,7 +120,12 @@ def _draw_plain(logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
 def _is_processed(sequence: Sequence) -> bool:
     params = sequence.params
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    return bool(penalised or params.logit_bias or (sequence.end_ids and not sequence.may_end))
+    return bool(penalised or params.logit_bias or _must_go_on(sequence))
+
+
+def _must_go_on(sequence: Sequence) -> bool:
+    """Whether its end tokens are kept away here; where output is guided, what is allowed says it."""
+    return bool(sequence.end_ids) and not sequence.may_end and sequence.guide is None
 
 
 def processed(logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -123,7 +134,7 @@ def processed(logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
     vocabulary = out_RV.shape[1]
     for row_V, sequence in zip(out_RV, sequences, strict=True):
         params = sequence.params
-        if not sequence.may_end and sequence.end_ids:
+        if _must_go_on(sequence):
             # A tokenizer may have more ids than the model has rows.
             row_V[[token_id for token_id in sequence.end_ids if token_id < vocabulary]] = float("-inf")
         if params.logit_bias:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from .structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class SamplingParams:
     """End after any of these tokens, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on past the model's own end tokens."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The form that the output must have (JSON schema, regular expression, grammar, choice), or a mapping of that. An
+    output is complete where its finish reason is "stop"; `max_tokens`, stop strings and stop tokens may cut it. Where
+    nothing can follow it ends by itself, whatever `min_tokens` and `ignore_eos` say."""
 
     def __post_init__(self) -> None:
         # Lists and single values are welcome; tuples keep the object frozen to the bottom.
@@ -80,6 +87,8 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, "at least 0", lambda x: x >= 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens {self.max_tokens}, got {self.min_tokens}")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold texts of at least 1 character, got {text!r}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .block_pool import BlockPool
 from .prompt_lookup import guesses
-from .sequence import Sequence, needs_history
+from .sequence import Sequence, takes_guesses
 
 FIRST_ROOM = 256
 """New tokens that a sequence's place in memory is chosen for where it may produce more."""
@@ -107,7 +107,10 @@ class Scheduler:
 
     def _guesses(self, sequence: Sequence, budget: int) -> list[int]:
         most = min(self.speculative_tokens, budget, sequence.limit - len(sequence.token_ids) - 1)
-        return [] if most < 1 or needs_history(sequence) else guesses(sequence.ids, most)
+        if most < 1 or not takes_guesses(sequence):
+            return []
+        guessed = guesses(sequence.ids, most)
+        return guessed if sequence.guide is None else sequence.guide.fitting(guessed)
 
     def _work(self, sequence: Sequence, count: int, guessed: tuple[int, ...] = ()) -> Work:
         samples = sequence.computed + count == sequence.length

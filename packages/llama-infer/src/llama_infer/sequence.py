@@ -10,6 +10,7 @@ import torch
 from llama_core import Tokenizer
 
 from .block_pool import BlockTable
+from .guided import Guide
 from .outputs import FinishReason, Logprob, Sample, StreamChunk, Timings
 from .sampling_params import SamplingParams
 from .stop_strings import StopStrings
@@ -25,6 +26,7 @@ class Sequence:
         tokenizer: for the text; None leaves the text empty.
         index: of the sample in its request; each draws from a generator of its own.
         streaming: whether to keep chunks for somebody who reads them.
+        guide: of the form that the output must have.
 
     Attributes:
         ids: the prompt's tokens and those produced.
@@ -42,12 +44,14 @@ class Sequence:
         tokenizer: Tokenizer | None = None,
         index: int = 0,
         streaming: bool = False,
+        guide: Guide | None = None,
     ) -> None:
         assert prompt_ids
         assert limit >= 1
         self.prompt_ids = prompt_ids
         self.params = params
         self.limit = limit
+        self.guide = guide
         self.ids = list(prompt_ids)
         self.token_ids: list[int] = []
         self.text = ""
@@ -101,8 +105,12 @@ class Sequence:
         self.token_ids.append(token_id)
         ended = token_id in self.end_ids
         text = "" if ended else self._shown(self._decoded(token_id))
-        if ended or self._stops.matched is not None:
+        if self.guide is not None and not ended:
+            self.guide.advance(token_id)
+        if ended or self._stops.matched is not None or (self.guide is not None and self.guide.over):
             self._finish("stop")
+        elif self.guide is not None and self.guide.error is not None:
+            self.abort(self.guide.error)
         elif len(self.token_ids) >= self.limit:
             self._finish("length")
         if self.has_ended() and self._stops.matched is None:
@@ -149,7 +157,12 @@ class Sequence:
 
 def needs_history(sequence: Sequence) -> bool:
     """Whether the next draw depends on tokens that must have arrived on the host."""
+    return sequence.guide is not None or not takes_guesses(sequence)
+
+
+def takes_guesses(sequence: Sequence) -> bool:
+    """Whether several draws may be made after one another in one step."""
     params = sequence.params
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.logit_bias
-    return bool(penalised or wants_more or (sequence.end_ids and not sequence.may_end))
+    return not (penalised or wants_more or (sequence.end_ids and not sequence.may_end))
