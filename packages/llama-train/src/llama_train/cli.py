@@ -16,6 +16,7 @@ Train a Llama, on one process or on many.
 
 commands:
   run CONFIG.toml   train as the file says; flags override its keys
+  collect FOLDER    table of all runs below a folder, on the terminal and as CSV
   prepare INPUT...  text, JSON lines, Parquet or a data set to token shards, on all cores, resumable
   parity            does a layout of processes train the same model as one? largest differences of a small run
   plan              which layout of so many GPUs to train a model with: memory, communication, time; needs no GPU
@@ -30,6 +31,7 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 # A command is a module of its name with a function `main(arguments) -> exit status`.
 _COMMANDS = {
     "run": "cli_run",
+    "collect": "cli_collect",
     "prepare": "cli_prepare",
     "parity": "cli_parity",
     "plan": "cli_plan",
