@@ -131,5 +131,7 @@ class Saver:
                 self.wait()
             elif isinstance(error, Exception):  # not a second Ctrl-C
                 self._join(_GRACE if lost_another(error) else None)
+                if isinstance(error, OSError) and self._failure is not None:
+                    raise self._failure from error  # both met the full disk; this one says which checkpoint it cost
         finally:
             self._quiet.__exit__(kind, error, trace)
