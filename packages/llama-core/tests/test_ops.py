@@ -249,4 +249,5 @@ def test_ops_is_a_value() -> None:
         "rope",
         "swiglu",
         "linear_cross_entropy",
+        "swiglu_linear",
     ]

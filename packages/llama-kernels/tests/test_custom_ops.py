@@ -97,7 +97,7 @@ print("fine")
 
 
 def test_ops_have_the_fields_of_a_model():
-    names = ["rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"]
+    names = ["rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy", "swiglu_linear"]
     assert list(llama_kernels.Ops.__dataclass_fields__) == names
     plain, fast = llama_kernels.ops("cpu"), llama_kernels.ops("cuda")
     assert fast.rms_norm is llama_kernels.rms_norm

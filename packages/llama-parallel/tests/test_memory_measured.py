@@ -8,6 +8,7 @@ import pytest
 from llama_core import preset
 from llama_parallel import ParallelConfig
 from llama_parallel.planner import Work, predict_memory
+from llama_parallel.planner.activations import widths
 
 MODEL = preset("smollm-1.7b").replace(tie_word_embeddings=False)
 SHORT = {"sequence_length": 2048, "micro_batch": 4}
@@ -36,4 +37,7 @@ def test_within_a_tenth_of_the_measured_peak(
     config = ParallelConfig(**layout)
     rows = micro_batches * int(settings["micro_batch"]) * config.dp
     work = Work(MODEL, config, global_batch=rows, precision="bfloat16", **settings)  # type: ignore[arg-type]
-    assert predict_memory(work).total / 1e9 == pytest.approx(gigabytes, rel=0.1)
+    # When these were measured, SwiGLU's result was kept for the down product everywhere: for all layers of a
+    # micro-batch on one stage, and, on the first of two stages, for half of the layers of two.
+    kept_then = MODEL.num_hidden_layers * widths(work).inner * work.tokens if widths(work).inner_extra == 0 else 0.0
+    assert (predict_memory(work).total + kept_then) / 1e9 == pytest.approx(gigabytes, rel=0.1)

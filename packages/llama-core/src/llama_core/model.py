@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attention import Attend, causal_attend
 from .config import LlamaConfig
 from .init import init_weights
-from .linear import Linear
+from .linear import Linear, is_plain
 from .ops import Ops
 from .packing import Packable
 from .rope import RotaryEmbedding
@@ -84,6 +84,8 @@ class MLP(Packable):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project(x)
+        if self.ops.swiglu_linear is not None and torch.is_grad_enabled() and is_plain(self.down_proj):
+            return self.ops.swiglu_linear(gate, up, self.down_proj.weight)
         out: Tensor = self.down_proj(self.ops.swiglu(gate, up))
         return out
 

@@ -150,3 +150,6 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rope
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
     linear_cross_entropy: LinearCrossEntropy = linear_cross_entropy
+    swiglu_linear: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """(gate, up, weight) → swiglu(gate, up) · weightᵀ, in training, where keeping swiglu's result can be saved. None:
+    swiglu and then the layer's product."""

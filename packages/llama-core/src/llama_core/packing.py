@@ -35,6 +35,8 @@ class Packable(Multiplies, nn.Module):
             return torch.split(self.joined(x), list(self.joined_sizes), dim=-1)
         layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
         if self._packed is None or not self._is_packed(layers):
+            if self.shared_product is not None and all(self._shares(layer) for layer in layers):
+                return self.shared_product(x, [layer.weight for layer in layers])
             return tuple(layer(x) for layer in layers)
         weight, bias = self._packed
         joined = self.product(x, weight, bias)
@@ -63,6 +65,10 @@ class Packable(Multiplies, nn.Module):
             row = rows.stop
         self._packed = weight, bias
         self._views = tuple((layer.weight, layer.bias) for layer in layers)
+
+    def _shares(self, layer: nn.Module) -> bool:
+        """Whether the layer is a weight alone, and multiplies as this module does."""
+        return type(layer) is Linear and layer.product is self.product and layer.bias is None
 
     def _is_packed(self, layers: list[nn.Linear]) -> bool:
         """Whether the parameters are still the views: a layer may have been replaced or assigned to since."""

@@ -14,6 +14,7 @@ from llama_kernels.linear_cross_entropy import linear_cross_entropy
 from llama_kernels.rms_norm import add_rms_norm, rms_norm
 from llama_kernels.rope import rope
 from llama_kernels.swiglu import swiglu
+from llama_kernels.swiglu_linear import swiglu_linear
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    swiglu_linear: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 def ops(device: torch.device | str) -> Ops:
@@ -36,5 +38,5 @@ def ops(device: torch.device | str) -> Ops:
     tensor([[0.8485, 1.1314]])
     """
     if HAS_TRITON and torch.device(device).type == "cuda":
-        return Ops(rms_norm, add_rms_norm, rope, swiglu, linear_cross_entropy)
+        return Ops(rms_norm, add_rms_norm, rope, swiglu, linear_cross_entropy, swiglu_linear)
     return Ops(reference.rms_norm, reference.add_rms_norm, reference.rope, reference.swiglu, linear_cross_entropy)

@@ -28,8 +28,8 @@ def _forward_kernel(gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, width, BLOC
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, width, BLOCK: tl.constexpr
-):
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, dy_stride, gate_stride, up_stride, width, BLOCK: tl.constexpr
+):  # fmt: skip
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     inside = column < width
@@ -40,6 +40,8 @@ def _backward_kernel(
     dgate = dy * up * s * (1 + gate * (1 - s))
     tl.store(dgate_ptr + row * width + column, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + row * width + column, (dy * gate * s).to(dup_ptr.dtype.element_ty), mask=inside)
+    if y_ptr is not None:
+        tl.store(y_ptr + row * width + column, (gate * s * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -80,19 +82,27 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("llama_kernels::swiglu_backward", mutates_args=())
-def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dgate, dup and, with `again`, the forward result."""
     # Fresh tensors: gate and up are saved by the graph, and overwriting them breaks a second backward (#16).
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = torch.empty_like(dgate)
+    y = torch.empty_like(dgate) if again else None
     if dgate.numel():
+        results = (dgate, dup) if y is None else (dgate, dup, y)
         with device_guard(gate):
-            for d, g, u, dg, du in _in_slabs(_flat(dy, gate, up, dgate, dup)):
+            for d, g, u, dg, du, *out in _in_slabs(_flat(dy, gate, up, *results)):
                 block, grid = _grid(g.shape[1], g.shape[0])
                 _backward_kernel[grid](
-                    d, g, u, dg, du, d.stride(0), g.stride(0), u.stride(0), g.shape[1], BLOCK=block, num_warps=4
-                )
-    return dgate, dup
+                    d, g, u, dg, du, out[0] if out else None, d.stride(0), g.stride(0), u.stride(0), g.shape[1],
+                    BLOCK=block, num_warps=4,
+                )  # fmt: skip
+    return dgate, dup, y
+
+
+@torch.library.custom_op("llama_kernels::swiglu_backward", mutates_args=())
+def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch_backward(dy, gate, up, again=False)[:2]
 
 
 @_swiglu_backward.register_fake
@@ -109,6 +119,18 @@ def _backward(ctx, dy):
 
 
 _swiglu.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("llama_kernels::swiglu_backward_again", mutates_args=())
+def _swiglu_backward_again(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dgate, dup, y = _launch_backward(dy, gate, up, again=True)
+    assert y is not None
+    return dgate, dup, y
+
+
+@_swiglu_backward_again.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import llama_kernels
 from llama_core import Llama, Ops
+from llama_kernels.swiglu_linear import through_kernels
 
 from .gradients import MicroBatch, accumulate_gradients
 from .mesh import build_mesh
@@ -121,7 +122,7 @@ def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def kernel_ops() -> Ops:
     """llama_kernels' operators as a GPU has them, of which fake tensors need no more than shapes."""
     ops = torch.ops.llama_kernels
-    return Ops(ops.rms_norm, ops.add_rms_norm, _rope, ops.swiglu, _loss)
+    return Ops(ops.rms_norm, ops.add_rms_norm, _rope, ops.swiglu, _loss, through_kernels)
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,10 @@ With c bytes to an element, E hidden, F feed-forward, Q = H·D widths of queries
     second norm                      c·E   (x + o)
     gate, up products                c·E   (their input)        c·2 F  (results)
     SwiGLU                           c·2 F
-    down product                     c·F   (its input)          c·E (result)
+    down product                     c·F   (its input) or 0 *   c·E (result)
+
+* 0 with llama_kernels, where neither tp nor a zero-bubble schedule has the down product its own way: the backward pass
+  makes it again from gate and up (`swiglu_linear`).
 
 With tp ranks, widths of heads and F are each rank's own, and E, kept for a rank's share of the sequence, is divided
 too; but selective checkpointing also keeps the row products' sums over ranks, beside the whole partial results.
@@ -43,7 +46,8 @@ class Widths:
     norm_extra: float
     """What the plain norm keeps more than its input."""
     inner_extra: float
-    """What the plain SwiGLU keeps more than gate and up: silu(gate)."""
+    """What is kept more than gate and up: SwiGLU's result, for the product that reads it, and the plain one's
+    silu(gate)."""
 
 
 def widths(work: Work) -> Widths:
@@ -54,6 +58,7 @@ def widths(work: Work) -> Widths:
     inner = compute * model.intermediate_size / tp
     # In 16 bits the plain norm keeps x and its normalised form in float32 instead of x; in 32, one rstd for each row.
     extra = (8 - compute) * model.hidden_size / work.stream_ranks if compute == 2 else 0.0
+    again = tp == 1 and not (work.layout.pp > 1 and work.schedule == "zero_bubble")
     return Widths(
         stream=whole / work.stream_ranks,
         whole=whole,
@@ -62,7 +67,7 @@ def widths(work: Work) -> Widths:
         lse=float(max(4, compute) * heads),
         inner=inner,
         norm_extra=0.0 if work.kernels else extra,
-        inner_extra=0.0 if work.kernels else inner,
+        inner_extra=(0.0 if again else inner) if work.kernels else 2 * inner,
     )
 
 
@@ -76,7 +81,7 @@ def kept_by_layer(work: Work, checkpointing: str | None = None) -> float:
         token = w.stream + (w.queries + 2 * w.keys) + (w.queries + w.lse) + 2 * w.whole + 2 * w.inner + sums
     else:
         attention = 2 * w.queries + 2 * w.keys + w.lse
-        token = 4 * w.stream + attention + 3 * w.inner + 2 * w.norm_extra + w.inner_extra
+        token = 4 * w.stream + attention + 2 * w.inner + 2 * w.norm_extra + w.inner_extra
     return token * work.tokens
 
 
