@@ -20,6 +20,7 @@ from llama_train import TrainConfig, TrainResult, train
 from llama_train.batches import Batch
 from llama_train.checkpoint import list_checkpoints, stored_names
 from llama_train.config import LoraSettings, ModelConfig, ParallelSettings
+from llama_train.lora import check_lora
 from llama_train.start import load_start, start_shape
 from llama_train.tokenizer_training import save_tokenizer, train_tokenizer
 from llama_train.trainer import OneProcess
@@ -207,7 +208,7 @@ def test_bfloat16_adapters_have_float32_masters(config: TrainConfig) -> None:
 
 
 LAYOUTS: list[dict[str, int]] = [
-    {"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"pp": 2, "dp_shard": 2},
 ]  # fmt: skip
 
 
@@ -325,3 +326,9 @@ def test_refusals(config: TrainConfig, recorder: Make) -> None:
         LoraSettings(dropout=1.0)
     with pytest.raises(ValueError, match=r"lora.target_modules has 'layers.7.q_proj'; the model of 2 layers has none"):
         train(replace(config, lora=LoraSettings(rank=2, target_modules=("k_proj", "layers.7.q_proj"))), recorder())
+    for settings, message in (
+        (ParallelSettings(dp_shard=1, tp=2), "lora.rank is 3 and parallel.tp 2: tensor-parallel layers overlap"),
+        (ParallelSettings(dp_shard=1, pp=2, schedule="zero_bubble"), "parallel.schedule 'zero_bubble'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_lora(replace(config, parallel=settings))

@@ -57,10 +57,10 @@ def check_lora(config: TrainConfig) -> None:
             "products with what they send, and have no place for an adapter; use dp_shard, which shares the frozen "
             "weights too"
         )
-    if settings.pp > 1:
+    if settings.pp > 1 and settings.schedule == "zero_bubble":
         raise ValueError(
-            f"lora.rank is {config.lora.rank} and parallel.pp {settings.pp}: a pipeline's first stage would have no "
-            "gradient to hand on; use dp_shard, which shares the frozen weights too"
+            f"lora.rank is {config.lora.rank} and parallel.schedule 'zero_bubble', which puts off the gradients of "
+            "weights: adapters leave next to none to put off; use 1f1b"
         )
 
 
