@@ -17,6 +17,8 @@ Train a Llama, on one process or on many.
 commands:
   run CONFIG.toml   train as the file says; flags override its keys
   collect FOLDER    table of all runs below a folder, on the terminal and as CSV
+  plot RUN...       curves of runs as a page and a picture, compared by steps, tokens or time
+  export RUN        a checkpoint of a run as a model: Hugging Face's, Meta's or GGUF format, or a LoRA adapter
   prepare INPUT...  text, JSON lines, Parquet or a data set to token shards, on all cores, resumable
   parity            does a layout of processes train the same model as one? largest differences of a small run
   plan              which layout of so many GPUs to train a model with: memory, communication, time; needs no GPU
@@ -32,6 +34,8 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 _COMMANDS = {
     "run": "cli_run",
     "collect": "cli_collect",
+    "plot": "cli_plot",
+    "export": "cli_export",
     "prepare": "cli_prepare",
     "parity": "cli_parity",
     "plan": "cli_plan",
