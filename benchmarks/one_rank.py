@@ -66,7 +66,7 @@ def main() -> None:
         steps: dict[str, Callable[[], object]] = {
             "plain model": plain_step(config, shape, batch, device),
             "one process": lambda: alone.step([batch], RATE, MAX_NORM),
-            "layout of one": lambda: ranks.step([batch], RATE, MAX_NORM),
+            "layout of one": lambda: ranks.step([ranks.share(batch)], RATE, MAX_NORM),
         }
         times = measure(steps, arguments.steps, device)
         dist.destroy_process_group()

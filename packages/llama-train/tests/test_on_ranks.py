@@ -189,8 +189,8 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(
 
         original = on_ranks.accumulate_gradients
 
-        def poisoned(parallel: Any, batches: Any) -> Any:
-            result = original(parallel, batches)
+        def poisoned(parallel: Any, batches: Any, **keys: Any) -> Any:
+            result = original(parallel, batches, **keys)
             for found, parameter in parallel.model.named_parameters():
                 if found == name:
                     parameter.grad.view(-1)[3] = float("nan")

@@ -44,7 +44,7 @@ class _Fixed:
         return tokens.float()
 
     def linear_cross_entropy(
-        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, reduction: str
+        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float
     ) -> torch.Tensor:
         assert reduction == "sum"
         return (torch.where(targets == IGNORED, 0, targets) * weight).sum()

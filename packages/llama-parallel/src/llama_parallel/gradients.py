@@ -43,7 +43,7 @@ def count_targets(parallel: Parallel, micro_batches: Sequence[MicroBatch], ignor
 
 
 def accumulate_gradients(
-    parallel: Parallel, micro_batches: Sequence[MicroBatch], ignore_index: int = -100
+    parallel: Parallel, micro_batches: Sequence[MicroBatch], ignore_index: int = -100, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Add to every gradient that of (sum of token losses) / (unmasked tokens), both of the whole global batch.
 
@@ -55,6 +55,7 @@ def accumulate_gradients(
         parallel: of `parallelize`.
         micro_batches: this rank's; as many on every rank. With pp all of one shape, and on every stage's rank the same.
         ignore_index: marks targets that do not count.
+        z_loss: weight of the mean of log²Z, as of `Ops.linear_cross_entropy`; it is part of the loss.
 
     Returns:
         (loss of the global batch, its unmasked tokens), scalars, the same on every rank. Without any unmasked token
@@ -70,7 +71,7 @@ def accumulate_gradients(
     count = count_targets(parallel, micro_batches, ignore_index)
 
     def loss_of(hidden: Tensor, model: Llama, batch: MicroBatch) -> Tensor:
-        return sum_of_losses(hidden, model, batch, ignore_index) / count.clamp(min=1)
+        return sum_of_losses(hidden, model, batch, ignore_index, z_loss) / count.clamp(min=1)
 
     total = _zero(parallel, torch.promote_types(next(parallel.model.parameters()).dtype, torch.float32))
     with set_aside(summed_later(parallel)):
@@ -111,12 +112,14 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def sum_of_losses(hidden: Tensor, model: Llama, batch: MicroBatch, ignore_index: int) -> Tensor:
+def sum_of_losses(hidden: Tensor, model: Llama, batch: MicroBatch, ignore_index: int, z_loss: float = 0.0) -> Tensor:
     """Of the unmasked tokens of one micro-batch, from hidden states after the final norm. A scalar."""
     assert model.lm_head is not None
     # the weight is asked for here, not before: FSDP has just gathered it
     weight = model.lm_head.weight
-    return model.ops.linear_cross_entropy(hidden, weight, batch.targets, ignore_index=ignore_index, reduction="sum")
+    return model.ops.linear_cross_entropy(
+        hidden, weight, batch.targets, ignore_index=ignore_index, reduction="sum", z_loss=z_loss
+    )
 
 
 def sum_of_ranks(parallel: Parallel, total: Tensor) -> Tensor:

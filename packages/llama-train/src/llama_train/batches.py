@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,17 +24,37 @@ class Batch:
     targets: Tensor
     documents: Tensor | None = None
     """Numbers that change from one document to the next, where a token sees its own alone; None: one for each row."""
+    positions: Tensor | None = None
+    """Of a part of the rows' tokens: where each stands. None: they follow from the rest."""
+    counted: int | None = None
+    """`count`, where it is known."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        tokens, targets = (x.to(device, non_blocking=True) for x in (self.tokens, self.targets))
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return Batch(tokens, targets, documents)
+        return self._with(lambda x: x.to(device, non_blocking=True), self.counted)
+
+    def pinned(self) -> Batch:
+        """The same batch in memory that a GPU can read by itself, its targets counted before they are there."""
+        return self._with(Tensor.pin_memory, self.count)
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep the GPU's memory until what `stream` has been given so far is done; another stream allocated it."""
+        for x in (self.tokens, self.targets, self.documents, self.positions):
+            if x is not None:
+                x.record_stream(stream)
+
+    def _with(self, change: Callable[[Tensor], Tensor], counted: int | None) -> Batch:
+        tokens, targets, documents, positions = (
+            None if x is None else change(x) for x in (self.tokens, self.targets, self.documents, self.positions)
+        )
+        assert tokens is not None
+        assert targets is not None
+        return Batch(tokens, targets, documents, positions, counted)
 
     @property
     def count(self) -> int:
-        """Positions with a target."""
-        return int((self.targets != IGNORED).sum())
+        """Positions with a target; of a part of the rows' tokens, those of the whole rows."""
+        return self.counted if self.counted is not None else int((self.targets != IGNORED).sum())
 
 
 class TrainingRows:

@@ -51,7 +51,7 @@ class Checkpoint:
     step: int
 
 
-class _Copied(DefaultSavePlanner):  # type: ignore[misc]  # torch leaves it untyped
+class _Copied(DefaultSavePlanner):
     """Takes shapes and places from the live tensors, and values from copies of their local parts."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
@@ -163,6 +163,27 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
             return checkpoint, passed_over
         passed_over.append(f"{checkpoint.path} is passed over: {fault}")
     return None, passed_over
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a folder that the user names: one itself, or a run, whose newest is taken.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        newest, passed_over = newest_checkpoint(path / "checkpoints")
+        if newest is None:
+            told = "".join(f"; {line}" for line in passed_over)
+            raise ValueError(
+                f"{path} is no checkpoint (such as RUN/checkpoints/step-00000500), and no run with one{told}"
+            )
+        return newest
+    checkpoint = Checkpoint(path, int(match[1]))
+    if (fault := _fault(checkpoint)) is not None:
+        raise ValueError(f"{path} is no whole checkpoint: {fault}")
+    return checkpoint
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:

@@ -31,6 +31,9 @@ class TrainConfig:
     """Run folder; unset means runs/NAME in the current directory."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest checkpoint of the run folder, if it has one; never: refuse a used folder."""
+    resume_from: str | None = None
+    """Checkpoint of another run (RUN/checkpoints/step-…, or RUN for its newest) to go on from as this run, optimizer
+    and place in the data included: a cool-down with another [schedule], say. The run's own checkpoints come first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -64,6 +67,8 @@ class TrainConfig:
         require(usable, "name", self.name, 'a file name, with none of / \\ : * ? " < > |')
         require(_is_text(self.name), "name", self.name, "UTF-8 text without NUL")
         require(self.folder is None or _is_text(self.folder), "folder", self.folder, "UTF-8 text without NUL")
+        origin = self.resume_from
+        require(origin is None or (bool(origin) and _is_text(origin)), "resume_from", origin, "the path of a folder")
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
         if self.lora.rank and self.model.start_from is None:
             raise ValueError(f"lora.rank is {self.lora.rank}; adapters need a model to adapt: set model.start_from")

@@ -17,17 +17,24 @@ class EvaluationConfig:
     """Steps between evaluations; 0 means only at the end."""
     max_tokens: int | None = None
     """At most so many held-out tokens are scored; unset means all."""
+    sample_every: int = 0
+    """Steps between text samples; 0 means only at the end."""
     sample_prompt: str = "def "
-    """What the text sample at the end continues."""
+    """What a text sample continues."""
     sample_tokens: int = 64
-    """Length of the text sample; 0 means none."""
+    """Length of a text sample; 0 means none."""
     sample_temperature: float = 0.7
     """0 picks the likeliest token each time."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "evaluation.every", self.every, "0 or more")
         require(self.max_tokens is None or self.max_tokens >= 1, "evaluation.max_tokens", self.max_tokens, "at least 1")
+        require(self.sample_every >= 0, "evaluation.sample_every", self.sample_every, "0 or more")
         require(self.sample_tokens >= 0, "evaluation.sample_tokens", self.sample_tokens, "0 or more")
+        if self.sample_every and not self.sample_tokens:
+            raise ValueError(
+                f"evaluation.sample_every is {self.sample_every} and evaluation.sample_tokens 0; one must change"
+            )
         require(_is_text(self.sample_prompt), "evaluation.sample_prompt", self.sample_prompt, "UTF-8 text without NUL")
         temperature = self.sample_temperature
         require(_finite_and(temperature, temperature >= 0), "evaluation.sample_temperature", temperature, "0 or more")

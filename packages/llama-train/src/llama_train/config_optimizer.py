@@ -26,6 +26,15 @@ class OptimizerConfig:
     """Decoupled decay of matrices; norms and biases are never decayed."""
     max_grad_norm: float = 1.0
     """Gradients of a larger norm are scaled down to it; 0 means no clipping."""
+    z_loss: float = 0.0
+    """Weight of log²Z, Z the softmax's denominator, in the loss that is trained on and shown; 1e-4 is usual. The
+    held-out loss is without it."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient that is infinite or NaN: stop ends the run; skip leaves weights and moments as they are in
+    that step; rollback goes back to the newest checkpoint and passes over the rows of the steps since."""
+    max_nonfinite: int = 5
+    """With skip: so many skipped steps in a row do not end the run, one more does; with rollback, so many rollbacks
+    without a step beyond the last one's."""
     master_weights: bool = True
     """With dtype bfloat16: the optimizer keeps weights and sums gradients in float32. No effect in float32."""
 
@@ -36,7 +45,8 @@ class OptimizerConfig:
             all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "two numbers from 0 to below 1"
         )
         require(_finite_and(self.eps, self.eps > 0), "optimizer.eps", self.eps, "above 0")
-        for name in ("weight_decay", "max_grad_norm"):
+        require(self.max_nonfinite >= 0, "optimizer.max_nonfinite", self.max_nonfinite, "0 or more")
+        for name in ("weight_decay", "max_grad_norm", "z_loss"):
             value = getattr(self, name)
             require(_finite_and(value, value >= 0), f"optimizer.{name}", value, "0 or more")
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from llama_core import load_tokenizer
 
+from .batches import Batch
 from .build import model_config
-from .checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, stored_names
+from .checkpoint import Checkpoint, newest_checkpoint
 from .config import TrainConfig
 from .console import Reporter
 from .evaluate import Evaluation
@@ -22,16 +22,18 @@ from .export import export_run
 from .layout_choice import which_process
 from .meter import Meter
 from .metrics import EvaluationMetrics, Sinks, StepMetrics
-from .nonfinite import check_finite
+from .nonfinite import Watch
+from .prefetch import Prefetch
 from .prepare import PreparedData, measuring_batches, training_rows
+from .resume import choose_checkpoint
 from .run_folder import RunFolder, share_run_folder
 from .sample import sample_text
 from .saving import FAILED, Saver
 from .schedule import learning_rate
 from .sinks import open_sinks
-from .startup import memory_told, prepare_once, resolve_run, tell
 from .start import begin, check_vocabulary
-from .step import StepResult
+from .startup import memory_told, prepare_once, resolve_run, tell
+from .state import State
 from .stopping import StopRequest, describe
 from .trainer import OneProcess, Trainer
 from .world import World, enter_world
@@ -49,6 +51,8 @@ class TrainResult:
     held_out: Evaluation | None = None
     export: Path | None = None
     sample: str | None = None
+    nonfinite: tuple[int, ...] = ()
+    """Steps that were not finite since this start, and were skipped or rolled back."""
 
 
 def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
@@ -88,12 +92,12 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         run.resume(changes)
         with run.open_sinks():
             if not run.steps():
-                return TrainResult(folder.path, run.done, finished=False)
+                return TrainResult(folder.path, run.state.done, finished=False, nonfinite=tuple(run.watch.steps))
             return run.finish()
 
 
 class _Run:
-    """The state of one run: model, optimizer, and how many steps are done. All else follows from these."""
+    """What one run is made of, and its course."""
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, data: PreparedData, world: World, reporter: Reporter
@@ -115,42 +119,28 @@ class _Run:
             from .on_ranks import OnRanks  # here: one process needs neither meshes nor FSDP
 
             self.trainer = OnRanks(config, shape, world)
-        self.done = 0
+        self.state = State(self.trainer, world)
+        self.watch = Watch(config, world, reporter.note)
         self.saved: Checkpoint | None = None
         self.saver = Saver(folder.checkpoints, config.checkpoint, world)
         self.trainer.optimizer.before_update = self.saver.hold_back
         self.sinks = Sinks()
-        self.meter = Meter(config, shape, world, self.done)
+        self.meter = Meter(config, shape, world)
         epochs = config.schedule.total * config.rows_per_step / self.rows.rows_per_epoch
         tell(config, shape, self.trainer, epochs, world, reporter)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint holds, live; the data's place and the learning rate follow from the step."""
-        generators = {"generator.cpu": torch.get_rng_state()}
-        if self.world.device.type == "cuda":
-            generators["generator.cuda"] = torch.cuda.get_rng_state(self.world.device)
-        return {**self.trainer.tensors(), **generators}
-
     def resume(self, changes: list[str]) -> None:
-        """Take up the newest checkpoint of the folder that is whole, if there is one."""
-        self.saved, passed_over = self.world.main_does(lambda: newest_checkpoint(self.folder.checkpoints))
-        for line in passed_over:
-            self.reporter.note(f"warning    {line}")
+        """Take up the newest checkpoint of the folder that is whole, or the one to branch off from, if there is one."""
+        self.saved, lines = self.world.main_does(lambda: choose_checkpoint(self.config, self.folder))
         begin(self.config, self.trainer, self.world, self.reporter, resumes=self.saved is not None)
+        for line in lines:
+            self.reporter.note(line)
         if self.saved is not None:
             steps = self.config.schedule.total
             if self.saved.step > steps:
                 raise ValueError(f"schedule.steps is {steps}; {self.saved.path} is already past that: raise it")
-            tensors, stored = self.tensors(), stored_names(self.saved)
-            for name in [name for name in tensors if name.startswith("generator.") and name not in stored]:
-                del tensors[name]  # saved on a CPU, resumed on a GPU
-            load_checkpoint(self.saved, tensors, self.world)
-            self.trainer.loaded()
-            torch.set_rng_state(tensors["generator.cpu"])
-            if "generator.cuda" in tensors:
-                torch.cuda.set_rng_state(tensors["generator.cuda"], self.world.device)
-            self.done = self.saved.step
-            self.reporter.note(f"resumed    step {self.done}, from {self.saved.path}")
+            self.state.load(self.saved)
+            self.reporter.note(f"resumed    step {self.state.done}, from {self.saved.path}")
             for line in changes:
                 self.reporter.note(f"changed    {line}")
 
@@ -158,69 +148,89 @@ class _Run:
     def open_sinks(self) -> Iterator[None]:
         """Where rank 0 writes figures; closed however the run ends."""
         if self.world.is_main:
-            self.sinks = open_sinks(self.config, self.folder, self.done)
+            self.sinks = open_sinks(self.config, self.folder, self.state.done)
         try:
             yield
         finally:
             self.sinks.close()
 
+    def batches(self, step: int) -> list[Batch]:
+        """This process's part of the rows of a step."""
+        data, trainer = self.config.data, self.trainer
+        number = step + self.state.passed_over
+        size, count = data.micro_batch_size, data.gradient_accumulation_steps
+        return [trainer.share(b) for b in self.rows.micro_batches(number, size, count, trainer.part, trainer.parts)]
+
     def steps(self) -> bool:
         """Train to the last step; False if asked to stop before it. Saved either way."""
-        config, trainer, world, every = self.config, self.trainer, self.world, self.config.checkpoint.every
-        last = config.schedule.total
-        self.reporter.start(self.done, last)
-        unseen: list[tuple[int, StepResult]] = []
-        self.meter.start(self.done)
+        state, last = self.state, self.config.schedule.total
         signal = 0
+        self.reporter.start(state.done, last)
         with StopRequest() as stop, self.saver as saver:
-            while self.done < last and not signal:
-                step = self.done + 1
-                agreed = world.start_largest(lambda: saver.signal or stop.number)
-                result = trainer.step(
-                    self.rows.micro_batches(
-                        step,
-                        config.data.micro_batch_size,
-                        config.data.gradient_accumulation_steps,
-                        trainer.part,
-                        trainer.parts,
-                    ),
-                    rate := learning_rate(step, config.optimizer.learning_rate, config.schedule),
-                    config.optimizer.max_grad_norm,
-                )
-                signal = agreed()  # the same on all processes, so that all stop after the same step
-                if signal == FAILED:
-                    saver.wait()  # raises what went wrong
-                self._tell_saved()
-                self.done = step
-                self.reporter.advance(step)
-                if result.targets == 0:
-                    self.reporter.note(f"warning    step {step} has no token to predict; the weights stay as they are")
-                unseen.append((step, result))
-                shows = step % config.logging.every == 0 or step in (1, last)
-                evaluates = config.evaluation.every > 0 and step % config.evaluation.every == 0 and step < last
-                saves = every > 0 and step % every == 0 and step < last
-                # Reading a number waits for the GPU, so it is done only where there is something to show or keep.
-                if shows or evaluates or saves or world.device.type == "cpu":
-                    self._check(unseen)
-                if shows:
-                    self._show(self.meter.measure(step, result, rate, skipped=0))
-                with self.meter.pause():
-                    if evaluates:
-                        self._evaluate()
-                    if saves:
-                        self._save()
-            self._check(unseen)
-            if self.done not in (saver.step, None if self.saved is None else self.saved.step):
+            if self.saved is None and self.config.optimizer.on_nonfinite == "rollback":
+                self._save()  # something to go back to
+            while state.done < last and not signal:  # once, and again after each rollback
+                with Prefetch(self.batches, state.done + 1, last, self.world.device) as data:
+                    signal = self._steps(data, stop)
+            if state.done not in (saver.step, None if self.saved is None else self.saved.step):
                 self._save()
             saver.wait()
             self._tell_saved()
         self.reporter.stop()
-        if self.done < last:
+        if (summary := self.watch.summary()) is not None:
+            self.reporter.note(summary)
+        if state.done < last:
             self.reporter.note(
-                f"stopped    by {describe(signal)} after step {self.done} of {last}; saved. "
+                f"stopped    by {describe(signal)} after step {state.done} of {last}; saved. "
                 "Start the same command again to continue"
             )
-        return self.done == last
+        return state.done == last
+
+    def _steps(self, data: Prefetch, stop: StopRequest) -> int:
+        """Until the last step, a signal, whose number comes back, or a rollback."""
+        config, state, meter, last = self.config, self.state, self.meter, self.config.schedule.total
+        signal = 0
+        meter.start(state.done)
+        while state.done < last and not signal:
+            step = state.done + 1
+            agreed = self.world.start_largest(lambda: self.saver.signal or stop.number)
+            batches = data.take(step)
+            meter.waited(data.waited)
+            rate = learning_rate(step, config.optimizer.learning_rate, config.schedule)
+            result = self.trainer.step(batches, rate, config.optimizer.max_grad_norm)
+            signal = agreed()  # the same on all processes, so that all stop after the same step
+            if signal == FAILED:
+                self.saver.wait()  # raises what went wrong
+            self._tell_saved()
+            state.done = step
+            self.reporter.advance(step)
+            if result.targets == 0:
+                self.reporter.note(f"warning    step {step} has no token to predict; the weights stay as they are")
+            self.watch.add(step, result)
+
+            def due(every: int, step: int = step) -> bool:
+                return every > 0 and step % every == 0 and step < last
+
+            evaluates, samples, saves = map(
+                due, (config.evaluation.every, config.evaluation.sample_every, config.checkpoint.every)
+            )
+            shows = step % config.logging.every == 0 or step in (1, last)
+            ends = step == last or signal != 0
+            # Reading a number waits for the GPU, so it is done only where there is something to show or keep.
+            if (
+                shows or evaluates or samples or saves or ends or self.world.device.type == "cpu"
+            ) and self._rolls_back():
+                return signal
+            if shows:
+                self._show(meter.measure(step, result, rate, len(self.watch.steps)))
+            with meter.pause():
+                if evaluates:
+                    self._evaluate()
+                if samples:
+                    self._sample()
+                if saves:
+                    self._save()
+        return signal
 
     def finish(self) -> TrainResult:
         """Held-out loss, export and text sample of the trained model."""
@@ -233,11 +243,7 @@ class _Run:
                 export = self.folder.export
                 export_run(model, tokenizer, self.config, self.folder, self.reporter.note)
             del model
-        sample = None
-        if self.config.evaluation.sample_tokens:
-            device, seed = self.world.device, self.config.seed
-            sample = sample_text(self.trainer.logits, tokenizer, self.config.evaluation, seed, device)
-            self.reporter.note("sample     " + sample.replace("\n", "\n           "))
+        sample = self._sample() if self.config.evaluation.sample_tokens else None
         if export is not None:
             prompt = shlex.quote(self.config.evaluation.sample_prompt)
             # llama-infer's own default is 1, at which a small model raves
@@ -245,7 +251,7 @@ class _Run:
                 f"generate   llama-infer generate --model {shlex.quote(str(export))} --prompt {prompt} "
                 f"--temperature {self.config.evaluation.sample_temperature:g}"
             )
-        return TrainResult(self.folder.path, self.done, True, result, export, sample)
+        return TrainResult(self.folder.path, self.state.done, True, result, export, sample, tuple(self.watch.steps))
 
     def _evaluate(self) -> Evaluation:
         config = self.config
@@ -253,17 +259,24 @@ class _Run:
         batches = measuring_batches(self.data, config.data, config.data.micro_batch_size, config.evaluation.max_tokens)
         result = self.trainer.evaluate(batches)
         self.sinks.write_evaluation(
-            EvaluationMetrics(self.done, result.loss, result.tokens, result.perplexity, bits_per_byte=None)
+            EvaluationMetrics(self.state.done, result.loss, result.tokens, result.perplexity, bits_per_byte=None)
         )
         share = 100 * result.fraction_of_chance(self.data.vocab_size)
         self.reporter.note(
-            f"held out   step {self.done}: loss {result.loss:.4f} over {result.tokens:,} tokens, perplexity "
+            f"held out   step {self.state.done}: loss {result.loss:.4f} over {result.tokens:,} tokens, perplexity "
             f"{result.perplexity:.2f}, {share:.1f}% of ln({self.data.vocab_size})"
         )
         return result
 
+    def _sample(self) -> str:
+        tokenizer, device, seed = load_tokenizer(self.data.tokenizer), self.world.device, self.config.seed
+        sample = sample_text(self.trainer.logits, tokenizer, self.config.evaluation, seed, device)
+        self.sinks.write_sample(self.state.done, sample)
+        self.reporter.note("sample     " + sample.replace("\n", "\n           "))
+        return sample
+
     def _save(self) -> None:
-        self.saver.save(self.done, self.tensors())
+        self.saver.save(self.state.done, self.state.tensors())
         self._tell_saved()
 
     def _tell_saved(self) -> None:
@@ -277,7 +290,20 @@ class _Run:
             self.reporter.note(f"sent       {line}")
         self.sinks.write(metrics)
 
-    def _check(self, unseen: list[tuple[int, StepResult]]) -> None:
-        for step, result in unseen:
-            check_finite(step, result, self.world, self.config, None if self.saved is None else self.saved.path)
-        unseen.clear()
+    def _rolls_back(self) -> bool:
+        """Look at the steps since the last look; after one that is not finite go back, if that is the choice."""
+        bad = self.watch.look(None if self.saved is None else self.saved.path)
+        if bad is None:
+            return False
+        self.saver.wait()
+        self._tell_saved()
+        checkpoint, _ = self.world.main_does(lambda: newest_checkpoint(self.folder.checkpoints))
+        assert checkpoint is not None, "there is one from before the first step"
+        passed_over = self.state.passed_over + bad - checkpoint.step
+        self.state.load(checkpoint)
+        self.state.passed_over = passed_over
+        self.reporter.note(f"rollback   to step {checkpoint.step}; the rows of the steps up to {bad} are passed over")
+        self.sinks.close()
+        if self.world.is_main:
+            self.sinks = open_sinks(self.config, self.folder, checkpoint.step)
+        return True

@@ -23,10 +23,9 @@ class Meter:
         config: of the run.
         shape: of the model.
         world: the processes that share each step.
-        done: optimizer steps made before.
     """
 
-    def __init__(self, config: TrainConfig, shape: LlamaConfig, world: World, done: int) -> None:
+    def __init__(self, config: TrainConfig, shape: LlamaConfig, world: World) -> None:
         length = config.data.sequence_length
         self.tokens_per_step = config.rows_per_step * length
         self._world, self._peak = world, peak_flops(world.device)
@@ -35,7 +34,7 @@ class Meter:
         embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
         self._flops = flops_per_token(parameters, layers, width, length)
         self._flops_torchtitan = flops_per_token_torchtitan(parameters, embedding, layers, width, length)
-        self.start(done)
+        self.start(0)
 
     def start(self, done: int) -> None:
         """Count from now and from step `done` on."""

@@ -100,7 +100,9 @@ class MetricsFile:
         temporary.replace(path)
         self._path = path
         # A finished run that is started again measures again; the file says it once.
-        self._written = {(record.get("kind"), _step(line)) for line in kept for record in [json.loads(line)]}
+        self._written: set[tuple[object, object]] = {
+            (record.get("kind"), _step(line)) for line in kept for record in [json.loads(line)]
+        }
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a training line."""

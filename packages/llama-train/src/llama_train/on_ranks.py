@@ -34,7 +34,7 @@ from .evaluate import Evaluation
 from .layout_choice import keeps_float32, plan_of, sizes
 from .lora import add_adapters, nothing_dropped
 from .optimizer import Optimizer
-from .step import StepResult
+from .step import StepResult, not_finite
 from .trainer import bytes_at_rest, checkpoint_names, empty_whole, exact_weights
 from .world import World
 
@@ -94,14 +94,15 @@ class OnRanks:
     def _step(
         self, micro_batches: Sequence[Batch], counted: Callable[[], int], learning_rate: float, max_grad_norm: float
     ) -> StepResult:
-        loss, _ = accumulate_gradients(self.parallel, [self._own(batch) for batch in micro_batches])
+        own = [self._moved(batch) for batch in micro_batches]
+        loss, _ = accumulate_gradients(self.parallel, own, z_loss=self._config.optimizer.z_loss)
         targets = counted() * self.parts // self._world.size  # ranks of one part count the same rows
         if targets == 0:
             self.optimizer.zero_grad()
             return StepResult(loss, torch.zeros_like(loss), 0)
         norms: dict[str, Tensor] = {}
         norm = clip_grad_norm_(self.parallel.model, max_grad_norm or float("inf"), self.mesh, norms=norms)
-        self.optimizer.step(learning_rate)
+        self.optimizer.step(learning_rate, skip=not_finite(loss, norm))
         return StepResult(loss, norm, targets, norms)
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
@@ -113,7 +114,7 @@ class OnRanks:
                 blank = together[0]
                 own.append(replace(blank, targets=torch.full_like(blank.targets, IGNORED)))
             with nothing_dropped(self.parallel.model, self._config):
-                loss, count = mean_loss(self.parallel, [self._own(batch) for batch in own])
+                loss, count = mean_loss(self.parallel, [self._moved(self.share(batch)) for batch in own])
             total, tokens = total + float(loss) * int(count), tokens + int(count)
         if tokens == 0:
             raise ValueError("the held-out text has no token to predict; add text or raise data.held_out_fraction")
@@ -187,17 +188,25 @@ class OnRanks:
         tied = self.parallel.model.config.tie_word_embeddings
         return _EMBEDDING if tied and name == _HEAD else name
 
-    def _own(self, batch: Batch) -> MicroBatch:
-        """This rank's share of the rows' tokens, on its device; a length that does not divide is filled up."""
+    def share(self, batch: Batch) -> Batch:
+        """This rank's part of the rows' tokens; a length that does not divide is filled up."""
         plan = self.parallel.plan
         unit = share_unit(self.mesh["cp"].size(), plan.context) * (
             self.mesh["tp"].size() if plan.sequence_parallel else 1
         )
         missing = -batch.tokens.shape[1] % unit
         tokens, targets = F.pad(batch.tokens, (0, missing)), F.pad(batch.targets, (0, missing), value=IGNORED)
-        own = [tokens, targets]
+        documents = positions = None
         if batch.documents is not None:
             documents = F.pad(batch.documents, (0, missing), value=-1)
-            own += [positions_from_documents(documents), documents]
-        own = [shard_sequence(x, self.mesh, plan.context) for x in own]
-        return MicroBatch(*(x.to(self._world.device, non_blocking=True) for x in own))
+            positions = self._part(positions_from_documents(documents))
+            documents = self._part(documents)
+        return Batch(self._part(tokens), self._part(targets), documents, positions, batch.count)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return shard_sequence(x, self.mesh, self.parallel.plan.context)
+
+    def _moved(self, batch: Batch) -> MicroBatch:
+        """A part of rows on this rank's device, where it is already if it was fetched before."""
+        batch = batch.to(self._world.device)
+        return MicroBatch(batch.tokens, batch.targets, batch.positions, batch.documents)

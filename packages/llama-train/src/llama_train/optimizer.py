@@ -80,9 +80,16 @@ class Optimizer:
         return total
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """Apply the gradients and forget them."""
+    def step(self, learning_rate: float, skip: Tensor | None = None) -> None:
+        """Apply the gradients and forget them.
+
+        Args:
+            learning_rate: of this step.
+            skip: a float32 scalar on the device; where it is 1, weights, moments and step counts stay as they were.
+                Nothing waits for it: the fused kernel looks at it (it is GradScaler's `found_inf`).
+        """
         self.before_update()
+        self._adamw.found_inf = skip  # type: ignore[attr-defined]
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()

@@ -102,10 +102,19 @@ def _check_usable(run: RunFolder, config: TrainConfig) -> list[str]:
     before = load_config(run.config)
     if not list_checkpoints(run.checkpoints):
         return []
-    wrong = _differences(_fixed(before), _fixed(config))
+    wrong, changed = what_differs(before, config)
     if wrong:
         raise ValueError(f"{run.path} holds another run ({'; '.join(wrong)}): set that back, or {_OTHER}")
-    return _differences(_free(before), _free(config))
+    return changed
+
+
+def what_differs(before: TrainConfig, now: TrainConfig) -> tuple[list[str], list[str]]:
+    """Settings that must not change within a run and did, and those that may; a line each.
+
+    Args:
+        before, now: resolved.
+    """
+    return _differences(_fixed(before), _fixed(now)), _differences(_free(before), _free(now))
 
 
 @contextmanager

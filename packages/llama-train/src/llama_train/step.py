@@ -27,24 +27,38 @@ class StepResult:
 
 
 def training_step(
-    model: Llama, optimizer: Optimizer, micro_batches: Sequence[Batch], learning_rate: float, max_grad_norm: float
+    model: Llama,
+    optimizer: Optimizer,
+    micro_batches: Sequence[Batch],
+    learning_rate: float,
+    max_grad_norm: float,
+    z_loss: float = 0.0,
 ) -> StepResult:
     """Forward, loss, backward for each micro-batch; then clip and update.
 
     Where no token at all has a target, the weights and the optimizer stay as they are and the result has
-    `targets == 0`: even a gradient of zero would decay weights and age the moments.
+    `targets == 0`: even a gradient of zero would decay weights and age the moments. They also stay where the loss or
+    the gradient's norm is not finite.
     """
-    loss, targets = accumulate_gradients(model, micro_batches, optimizer.collect)
+    loss, targets = accumulate_gradients(model, micro_batches, optimizer.collect, z_loss)
     if targets == 0:
         optimizer.zero_grad()
         return StepResult(loss, torch.zeros_like(loss), 0)
     grad_norm = optimizer.clip(max_grad_norm)
-    optimizer.step(learning_rate)
+    optimizer.step(learning_rate, skip=not_finite(loss, grad_norm))
     return StepResult(loss, grad_norm, targets, optimizer.norms)
 
 
+def not_finite(loss: Tensor, grad_norm: Tensor) -> Tensor:
+    """1 where either is infinite or NaN, else 0: a float32 scalar on their device, which nothing waits for."""
+    return 1.0 - (loss.isfinite() & grad_norm.isfinite()).float()
+
+
 def accumulate_gradients(
-    model: Llama, micro_batches: Sequence[Batch], collect: Callable[[], None] = lambda: None
+    model: Llama,
+    micro_batches: Sequence[Batch],
+    collect: Callable[[], None] = lambda: None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, int]:
     """Add to the parameters' gradients those of (sum of token losses) / (unmasked tokens of all micro-batches).
 
@@ -55,6 +69,8 @@ def accumulate_gradients(
         model: any Llama with an output head.
         micro_batches: of any sizes.
         collect: called after each backward pass.
+        z_loss: weight of the mean of log²Z, Z the softmax's denominator (PaLM, section 5): it keeps logits from
+            drifting. It is part of the loss that is returned.
 
     Returns:
         (the loss, without gradient; the number of unmasked tokens). With none the loss is 0 and gradients are zero.
@@ -66,7 +82,7 @@ def accumulate_gradients(
     for batch in micro_batches:
         batch = batch.to(head.device)
         hidden = forward(model, batch)
-        loss_sum = model.ops.linear_cross_entropy(hidden, head, batch.targets, reduction="sum")
+        loss_sum = model.ops.linear_cross_entropy(hidden, head, batch.targets, reduction="sum", z_loss=z_loss)
         loss = loss_sum / max(targets, 1)
         loss.backward()
         collect()

@@ -30,8 +30,11 @@ class Trainer(Protocol):
     """In which the weights rest."""
     optimizer: Optimizer
 
+    def share(self, batch: Batch) -> Batch:
+        """What this process needs of its rows, on the CPU; nothing is sent, and a thread may call it."""
+
     def step(self, micro_batches: Sequence[Batch], learning_rate: float, max_grad_norm: float) -> StepResult:
-        """One optimizer step; the result is that of all processes' rows."""
+        """One optimizer step with what `share` gave; the result is that of all processes' rows."""
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         """The mean loss over all batches, which every process gives alike and of which it takes its share."""
@@ -69,8 +72,12 @@ class OneProcess:
         self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
         self.rests_in: torch.dtype = getattr(torch, config.dtype)
 
+    def share(self, batch: Batch) -> Batch:
+        return batch
+
     def step(self, micro_batches: Sequence[Batch], learning_rate: float, max_grad_norm: float) -> StepResult:
-        return training_step(self.model, self.optimizer, micro_batches, learning_rate, max_grad_norm)
+        z_loss = self.config.optimizer.z_loss
+        return training_step(self.model, self.optimizer, micro_batches, learning_rate, max_grad_norm, z_loss)
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         with nothing_dropped(self.model, self.config):
