@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from llama_kernels import fp8_matmul
+from llama_kernels import fp8_matmul, fp8_matmuls, round_fp8
 
 
 def rounded(x, dtype, largest):
@@ -48,10 +48,10 @@ def test_scale_follows_the_tensor(device):
 
 def test_35_padded_tail_is_zero(device):
     # 35: rows are padded to 16 for the product over rows; what lies there must be zeros, not what memory held.
-    quantize = importlib.import_module("llama_kernels.fp8_matmul")._quantize
+    cast = importlib.import_module("llama_kernels.fp8_matmul")._cast
     junk = torch.full((64, 64), 255, dtype=torch.uint8, device=device)  # 255 is NaN in e4m3
     del junk
-    _, transposed, _ = quantize(torch.randn(5, 32, device=device).bfloat16(), torch.float8_e4m3fn, True)
+    _, transposed, _ = cast([torch.randn(5, 32, device=device).bfloat16()], False, True, False)
     assert transposed.shape == (32, 16)
     assert transposed[:, 5:].float().abs().max() == 0
     assert transposed[:, :5].float().abs().min(1).values.isfinite().all()
@@ -79,11 +79,56 @@ def test_strided_expanded_and_empty(device):
     assert weight.grad.abs().max() == 0
 
 
+def test_several_weights_of_one_input(device):
+    x = torch.randn(2, 9, 32, device=device).bfloat16().requires_grad_()
+    weights = [(torch.randn(n, 32, device=device) * n).bfloat16().requires_grad_() for n in (16, 48, 32)]
+    dys = [(torch.randn(2, 9, len(w), device=device) / len(w)).bfloat16() for w in weights]
+    ys = fp8_matmuls(x, weights)
+    assert [y.shape for y in ys] == [dy.shape for dy in dys]
+    torch.autograd.backward(ys, dys)
+    # One product of the joined matrices, rounded with one scale each: the definition of what is shared.
+    joined, rows = torch.cat([w.detach() for w in weights]), torch.cat(dys, -1).flatten(0, 1)
+    qx, qw = (rounded(t, torch.float8_e4m3fn, 448) for t in (x.detach().flatten(0, 1), joined))
+    qdy = rounded(rows, torch.float8_e5m2, 57344)
+    grads = torch.cat([w.grad for w in weights])
+    for actual, same, exact, bound in [
+        (torch.cat(ys, -1).flatten(0, 1), qx @ qw.T, x.detach().double().flatten(0, 1) @ joined.double().T, 2**-4),
+        (x.grad.flatten(0, 1), qdy @ qw, rows.double() @ joined.double(), 2**-3),
+        (grads, qdy.T @ qx, rows.double().T @ x.detach().double().flatten(0, 1), 2**-3),
+    ]:
+        assert relative(actual, same) < 1e-2
+        assert relative(actual, exact) < bound
+
+
+def test_rounded_beforehand_is_the_same(device):
+    x = torch.randn(7, 32, device=device).bfloat16().requires_grad_()
+    weights = [torch.randn(16, 32, device=device).bfloat16().requires_grad_() for _ in range(2)]
+    results = []
+    for beforehand in (None, round_fp8(weights)):
+        ys = fp8_matmuls(x, weights, beforehand)
+        results.append((*ys, *torch.autograd.grad([y.float().square().sum() for y in ys], [x, *weights])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_frozen_weights_and_inputs(device):
+    x = torch.randn(7, 32, device=device).bfloat16()
+    weights = [torch.randn(16, 32, device=device).bfloat16().requires_grad_() for _ in range(2)]
+    weights[0].requires_grad_(False)
+    y, z = fp8_matmuls(x, weights)
+    (y.float().sum() + z.float().sum()).backward()
+    assert weights[0].grad is None
+    assert weights[1].grad.shape == (16, 32)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(fp8_matmuls(x, weights), (y, z), strict=True))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="divisible by 16"):
         fp8_matmul(torch.randn(2, 24), torch.randn(16, 24))
     with pytest.raises(ValueError, match="must be"):
         fp8_matmul(torch.randn(2, 16), torch.randn(16, 32))
+    with pytest.raises(ValueError, match="of one K"):
+        fp8_matmuls(torch.randn(2, 16), [torch.randn(16, 16), torch.randn(16, 32)])
 
 
 def test_25_compiles_whole(device):
