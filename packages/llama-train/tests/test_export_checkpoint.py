@@ -99,6 +99,8 @@ def test_a_run_of_another_layout(layout: dict[str, int], saved: TrainConfig, rec
     # float32: the masters, of which those are the rounded ones
     assert main(["export", str(run), "--dtype", "float32", "--out", str(run / "wide")]) == 0
     masters = weights(run / "wide")
+    assert main(["export", str(run), "--dtype", "float16", "--out", str(run / "half")]) == 0
+    assert_same(weights(run / "half"), {name: tensor.half() for name, tensor in masters.items()})
     assert_same({name: tensor.bfloat16() for name, tensor in masters.items()}, weights(run / "hf"))
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in masters.values())
 

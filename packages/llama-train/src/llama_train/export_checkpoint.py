@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from llama_core import Llama, LlamaConfig, Tokenizer, load_tokenizer, save_model
 from llama_core.lora import save_adapter
 
@@ -19,6 +21,8 @@ from .lora import take_adapters
 from .run_folder import RunFolder
 from .start import data_of, load_start
 from .trainer import empty_whole
+
+_STORED = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export_checkpoint(options: ExportConfig, note: Callable[[str], None]) -> Path:
@@ -39,8 +43,8 @@ def export_checkpoint(options: ExportConfig, note: Callable[[str], None]) -> Pat
     if not folder.config.is_file():
         raise ValueError(f"{folder.path} is no run folder: it has no {folder.config.name}")
     config = load_config(folder.config)
-    if options.dtype in ("float32", "bfloat16", "float16"):
-        config = replace(config, dtype=options.dtype)  # read in it at once: master weights are rounded once or not
+    if options.dtype != "auto":  # from the master weights, rounded once
+        config = replace(config, dtype="bfloat16" if options.dtype == "bfloat16" else "float32")
     if (options.adapter or options.merge) and not config.lora.rank:
         raise ValueError(f"--{'adapter' if options.adapter else 'merge'}: {folder.path} is no run with [lora]")
     checkpoint = _checkpoint(folder, options.step, note)
@@ -58,7 +62,7 @@ def export_checkpoint(options: ExportConfig, note: Callable[[str], None]) -> Pat
         model,
         target,
         options.format,
-        dtype=options.dtype if options.dtype in ("Q8_0", "Q4_0") else None,
+        dtype=_STORED.get(options.dtype, options.dtype),
         overwrite=options.overwrite,
         tokenizer=None if options.format == "meta" else tokenizer,
     )
