@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class ModelOptions:
     """auto: the paged Triton kernels on a GPU, torch's scaled_dot_product_attention elsewhere."""
     quantization: Literal["int8", "int4", "fp8"] | None = None
     """Round the weights of the layers to fewer bits."""
+    tensor_parallel_size: int = 1
+    """How many processes share the model: torchrun --nproc-per-node N -m llama_infer … --tensor-parallel-size N."""
     speculative_tokens: int = 0
     """The most tokens to guess ahead from the text itself. The result stays the same; texts that repeat come sooner."""
     generation_config: Literal["auto", "off"] = "auto"
@@ -69,7 +72,9 @@ class ModelOptions:
         path = model_path(self.model)
         from .llm import LLM
 
-        with loading_bar("loading") as tell:
+        # Ranks after the first never come back from LLM(…), and have nothing to show.
+        shown = self.tensor_parallel_size == 1 or os.environ.get("RANK", "0") == "0"
+        with loading_bar("loading", shown) as tell:
             llm = LLM(
                 path,
                 dtype=self.dtype,
@@ -80,6 +85,7 @@ class ModelOptions:
                 kernels=self.kernels,
                 attention=self.attention,
                 quantization=self.quantization,
+                tensor_parallel_size=self.tensor_parallel_size,
                 speculative_tokens=self.speculative_tokens,
                 generation_config=self.generation_config,
                 progress=tell,

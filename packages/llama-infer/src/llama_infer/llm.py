@@ -12,19 +12,20 @@ from typing import Any, Literal
 
 import torch
 
-from llama_core import Llama, Tokenizer, load_model, load_tokenizer, pack_projections
+from llama_core import Llama, Tokenizer, load_tokenizer
 from llama_core.hub import local_path
 
-from .cpu import use_onednn
 from .defaults import ModelSampling, model_sampling
 from .embedded import embedded_model
 from .engine_build import EngineSettings, build_engine
+from .loading import load_for_inference
 from .outputs import RequestOutput, StreamChunk
-from .placement import ops_for, resolve_device, resolve_dtype
+from .placement import resolve_device, resolve_dtype
 from .progress import progress_bar
-from .quantize import QUANTIZATIONS, quantize_model
+from .quantize import QUANTIZATIONS
 from .request import Message, Prompt, Request, Requests
 from .sampling_params import SamplingParams
+from .tensor_parallel import lead_or_follow
 
 
 class LLM:
@@ -52,7 +53,13 @@ class LLM:
         kernels: "auto" (llama_kernels' on a GPU) or "plain" (torch's, whose draws for a seed are a CPU's too).
         speculative_tokens: the most tokens to guess ahead from the text itself; the result stays the same, texts that
             repeat themselves come sooner (on a CPU, or a small model; on a GPU such steps are no CUDA graphs yet).
+        draft: a smaller model with the same tokens, as `model` is given, that guesses ahead (`draft.py`). Greedy tokens
+            stay the same; what is drawn has the same distribution, with other draws for a seed.
+        num_speculative_tokens: how many tokens it guesses in each step, 4 by default.
         quantization: "int8", "int4" or "fp8" rounds the weights of the layers when they are loaded; None leaves them.
+        tensor_parallel_size: how many processes share the model; torchrun starts them (`tensor_parallel.py`). On the
+            ranks after the first this constructor does not return: it computes what rank 0 asks for, and when rank 0's
+            LLM is closed or its program ends, it ends the process (SystemExit). One LLM per program then.
         attention: "auto", "sdpa", "flash", "triton" or "plain"; see `llama_infer.placement.attention_for`.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "off" doesn't.
         progress: called with the bytes of the model that are loaded, and all of them.
@@ -63,6 +70,7 @@ class LLM:
         max_model_len: the longest sequence.
         kernels, attention: the choices, "auto" of the latter resolved.
         remarks: what the user should know about the engine.
+        draft: the draft model, if there is one.
         engine, requests: what generates, and what makes requests for it.
 
     Raises:
@@ -87,7 +95,10 @@ class LLM:
         kernels: str = "auto",
         attention: str = "auto",
         speculative_tokens: int = 0,
+        draft: str | Path | Llama | None = None,
+        num_speculative_tokens: int | None = None,
         quantization: str | None = None,
+        tensor_parallel_size: int = 1,
         generation_config: Literal["auto", "off"] = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -103,13 +114,29 @@ class LLM:
             kernels,
             attention,
             speculative_tokens,
+            4 if num_speculative_tokens is None else num_speculative_tokens,
         )
+        if draft is None and num_speculative_tokens is not None:
+            raise ValueError(
+                "num_speculative_tokens needs a draft model; speculative_tokens guesses from the text itself"
+            )
+        if draft is not None and speculative_tokens:
+            raise ValueError("speculative_tokens guesses from the text and draft from a model; choose one")
         if generation_config not in ("auto", "off"):
             raise ValueError(f"generation_config must be 'auto' or 'off', got {generation_config!r}")
         self.model_sampling = ModelSampling()
         if quantization is not None and (quantization not in QUANTIZATIONS or isinstance(model, Llama)):
             held = "; a Llama that you hold, round with quantize_model" if isinstance(model, Llama) else ""
             raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}{held}, got {quantization!r}")
+        ranks = None
+        if tensor_parallel_size != 1:
+            from .ranks import join_ranks  # torch.distributed's meshes take a second to import
+
+            if isinstance(model, Llama):
+                raise ValueError("tensor_parallel_size shares a model as it is loaded; give its path, not a Llama")
+            if draft is not None:
+                raise ValueError("a draft model runs in one process; leave draft or tensor_parallel_size out")
+            ranks = join_ranks(tensor_parallel_size, device)
         if isinstance(model, Llama):
             self.model = model
         else:
@@ -118,32 +145,57 @@ class LLM:
                 with warnings.catch_warnings():  # a broken generation_config.json: `model_sampling` says it
                     warnings.simplefilter("ignore")
                     tokenizer = load_tokenizer(path)
-            where = resolve_device(device)
-            ops = ops_for(where, kernels)
-            self.model = load_model(path, resolve_dtype(dtype, where), where, ops, progress=progress)
-            if quantization is not None:
-                quantize_model(self.model, quantization)
-            elif kernels == "auto":
-                pack_projections(self.model)
-                use_onednn(self.model)
+            where = resolve_device(device) if ranks is None else ranks.device
+            self.model = load_for_inference(
+                path,
+                resolve_dtype(dtype, where),
+                where,
+                kernels=kernels,
+                quantization=quantization,
+                ranks=ranks,
+                progress=progress,
+            )
             if generation_config == "auto":
                 self.model_sampling = model_sampling(path)
+        if draft is not None and not isinstance(draft, Llama):
+            weight = next(self.model.parameters())
+            draft = load_for_inference(
+                local_path(Path(draft).expanduser()), weight.dtype, weight.device, kernels=kernels, progress=progress
+            )
+        self.draft = draft
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self.default_params = self.sampling_params()
-        self.kernels, self._settings = kernels, settings
+        self.kernels, self._settings, self._ranks = kernels, settings, ranks
         self._build()
+        self._farewell = None if ranks is None else lead_or_follow(self, self.engine.runner, ranks)
+
+    def close(self) -> None:
+        """Let the other ranks end, where several share the model. Also done when the program ends."""
+        if self._farewell is not None:
+            self._farewell()
 
     def _build(self) -> None:
-        built = build_engine(self.model, self.tokenizer, self._settings)
+        built = build_engine(self.model, self.tokenizer, self._settings, self._ranks, self.draft)
         self.engine, self.max_model_len, self.remarks = built.engine, built.max_model_len, built.remarks
         self.attention = built.attention
         self.requests = Requests(self.tokenizer, self.model.config.vocab_size, self.max_model_len)
 
     def restart(self) -> None:
-        """A new engine with an empty cache, in place of one that has failed. Requests of the old one are lost."""
+        """A new engine with an empty cache, in place of one that has failed. Requests of the old one are lost.
+
+        Raises:
+            RuntimeError: several ranks share the model; they are out of step, and must be started anew.
+        """
+        if self._ranks is not None:
+            raise RuntimeError("an engine on several ranks cannot be restarted after an error; start them anew")
         self.__dict__.pop("engine", None)  # its cache's memory is needed for the new one
         gc.collect()
         self._build()
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of all guesses so far that were right; None where nothing was guessed."""
+        return self.engine.accepted / self.engine.guessed if self.engine.guessed else None
 
     def sampling_params(self, **settings: Any) -> SamplingParams:
         """Sampling parameters from explicit settings; the model's own defaults (`generation_config`) fill the rest."""

@@ -36,6 +36,8 @@ class Ranks:
     words: dist.ProcessGroup
     """For messages between the hosts, by gloo."""
     device: torch.device
+    owned: bool = True
+    """Whether the processes met here, so that they part here too."""
 
     @property
     def is_first(self) -> bool:
@@ -70,6 +72,11 @@ class Ranks:
         dist.all_reduce(each, dist.ReduceOp.MIN, group=self.words)
         return int(each)
 
+    def leave(self) -> None:
+        """Part, once nothing more is to be said."""
+        if self.owned and dist.is_initialized():
+            dist.destroy_process_group()
+
     def from_first(self, tensor: Tensor) -> None:
         """Overwrite a tensor on the device with rank 0's, in place."""
         dist.broadcast(tensor, 0)
@@ -85,6 +92,8 @@ def join_ranks(size: int, device: str | torch.device) -> Ranks:
     Raises:
         ValueError: another number of processes, or a device for all of them.
     """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"tensor_parallel_size must be a whole number of at least 1, got {size!r}")
     process = read_process(os.environ)
     # In a program that has met already (tests, one's own launcher), torchrun's variables don't matter.
     world = dist.get_world_size() if dist.is_initialized() else process.world_size
@@ -105,8 +114,10 @@ def join_ranks(size: int, device: str | torch.device) -> Ranks:
         torch.cuda.set_device(own)
     else:
         own = torch.device("cpu")
-    if not dist.is_initialized():
+    owned = not dist.is_initialized()
+    if owned:
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     mesh = build_mesh(ParallelConfig(tp=size), kind)
     words = dist.new_group(backend="gloo", timeout=FOREVER)
-    return Ranks(Axis.of(mesh, "tp"), words, own)
+    assert isinstance(words, dist.ProcessGroup)  # all ranks are in it
+    return Ranks(Axis.of(mesh, "tp"), words, own, owned)

@@ -168,11 +168,11 @@ class GatheredHead(nn.Module):
         self.own, self.vocab_size, self.axis = own, vocab_size, axis
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         return self.own.weight
 
     @weight.setter
-    def weight(self, value: nn.Parameter) -> None:
+    def weight(self, value: nn.Parameter) -> None:  # of `Llama.tie_weights`
         self.own.weight = value
 
     def forward(self, x: Tensor) -> Tensor:

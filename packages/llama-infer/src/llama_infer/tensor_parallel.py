@@ -6,18 +6,21 @@ blocks that are new. On a GPU a token may not have reached rank 0's host yet; th
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from llama_core import Llama
-
 from .block_pool import BlockTable
-from .ranks import Ranks
 from .runner import ModelRunner
 from .scheduler import Work
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,25 @@ def _is_late(work: Work) -> bool:
     return work.start + work.count - len(work.guesses) > len(work.sequence.ids)
 
 
-def stop_followers(ranks: Ranks) -> None:
-    """Let the other ranks end; rank 0's last word."""
-    ranks.tell(None)
+def lead_or_follow(leader: object, runner: ModelRunner, ranks: Ranks) -> Callable[[], object]:
+    """On rank 0: what lets the others end, once; it is called by itself when `leader` or the program ends. The other
+    ranks do not come back from here.
+
+    Raises:
+        SystemExit: on the other ranks, when rank 0 is done.
+        RuntimeError: on them, from what went wrong.
+    """
+    if ranks.is_first:
+        return weakref.finalize(leader, _end, ranks)
+    try:
+        follow(runner, ranks)
+    except Exception as error:  # not an error of the user's, whatever its type: it is to be seen with its traceback
+        raise RuntimeError(f"rank {ranks.axis.rank} of {ranks.axis.size} has failed") from error
+    ranks.leave()
+    raise SystemExit(0)
+
+
+def _end(ranks: Ranks) -> None:
+    with contextlib.suppress(RuntimeError):  # they are gone already
+        ranks.tell(None)
+        ranks.leave()
