@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from llama_core import Llama
+from llama_core import Llama, load_tokenizer
+from llama_train import TrainConfig
 from llama_train.batches import IGNORED, Batch
-from llama_train.evaluate import Evaluation, evaluate
+from llama_train.cli import main
+from llama_train.data.open_sources import HeldOut
+from llama_train.evaluate import ByteCount, Evaluation, evaluate
+from llama_train.prepare import measuring_batches, prepare
 
 
 def test_case_b30_3_every_token_counts_once(t0: Callable[..., Llama]) -> None:
@@ -38,3 +45,41 @@ def test_figures() -> None:
     assert result.perplexity == pytest.approx(64)
     assert result.fraction_of_chance(4096) == pytest.approx(0.5)
     assert Evaluation(1e6, 1).perplexity == math.inf
+
+
+def test_bits_per_byte_is_by_the_tokens_that_were_scored(tiny: TrainConfig, tmp_path: Path) -> None:
+    """2 bits for each of 6 targets over 8 bytes are 1.5 bits per byte; the tokens of a text have its bytes, special
+    tokens none, and what is masked does not count."""
+    assert Evaluation(2 * math.log(2), 6, bytes=8).bits_per_byte == pytest.approx(1.5)
+    assert Evaluation(1.0, 6).bits_per_byte is None
+    tokenizer = load_tokenizer(prepare(tiny.data, tmp_path).tokenizer)
+    count = ByteCount(tokenizer)
+    texts = ["def f(x):\n    return x\n", "α → 文字 🙂"]
+    rows = [[tokenizer.bos_id or 0, *tokenizer.encode(text, add_bos=False), tokenizer.eos_ids[0]] for text in texts]
+    batches = [Batch(torch.tensor([row[:-1]]), torch.tensor([row[1:]])) for row in rows]
+    assert [batch.targets.tolist() for batch in count.of(batches)] == [[row[1:]] for row in rows]
+    assert count.bytes == sum(len(text.encode()) for text in texts)
+    masked = torch.tensor([rows[0][1:]])
+    masked[0, :2] = IGNORED
+    spelt = sum(len(tokenizer.token_bytes(token)) for token in rows[0][1:3])
+    list(count.of([Batch(batches[0].tokens, masked)]))
+    assert count.bytes == len(texts[0].encode()) - spelt
+
+
+def test_bytes_of_prepared_shards_are_those_of_their_headers(tiny: TrainConfig, tmp_path: Path) -> None:
+    """The header's figure was counted from the texts; ours adds up the tokens of every held-out target."""
+    texts = tmp_path / "texts.jsonl"
+    lines = [{"text": f"{n} é {'x' * (n % 17)}\n"} for n in range(50)] + [{"prompt": "Why? ", "completion": "文."}] * 9
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    tokenizer = prepare(tiny.data, tmp_path / "run").tokenizer
+    assert main(["prepare", str(texts), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "shards")]) == 0
+    data = replace(tiny.data, sources=(str(tmp_path / "shards"),), held_out=str(tmp_path / "shards"))
+    opened = prepare(data, tmp_path / "other")
+    count = ByteCount(load_tokenizer(opened.tokenizer))
+    list(count.of(measuring_batches(opened, data, rows=4)))
+    assert isinstance(opened.held_out, HeldOut)
+    assert (
+        count.bytes
+        == opened.held_out.tokens.bytes
+        == sum(len(line.get("text", line.get("completion", "")).encode()) for line in lines)
+    )

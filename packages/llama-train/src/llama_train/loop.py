@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from llama_core import load_tokenizer
-
 from .batches import Batch
 from .build import model_config
 from .checkpoint import Checkpoint, newest_checkpoint
@@ -20,14 +18,14 @@ from .console import Reporter
 from .evaluate import Evaluation
 from .export import export_run
 from .layout_choice import which_process
+from .measuring import Measuring
 from .meter import Meter
-from .metrics import EvaluationMetrics, Sinks, StepMetrics
+from .metrics import Sinks, StepMetrics
 from .nonfinite import Watch
 from .prefetch import Prefetch
-from .prepare import PreparedData, measuring_batches, training_rows
+from .prepare import PreparedData, training_rows
 from .resume import choose_checkpoint
 from .run_folder import RunFolder, share_run_folder
-from .sample import sample_text
 from .saving import FAILED, Saver
 from .schedule import learning_rate
 from .sinks import open_sinks
@@ -102,7 +100,7 @@ class _Run:
     def __init__(
         self, config: TrainConfig, folder: RunFolder, data: PreparedData, world: World, reporter: Reporter
     ) -> None:
-        self.config, self.folder, self.data, self.world, self.reporter = config, folder, data, world, reporter
+        self.config, self.folder, self.world, self.reporter = config, folder, world, reporter
         length = config.data.sequence_length
         shape = model_config(
             config.model,
@@ -120,6 +118,7 @@ class _Run:
 
             self.trainer = OnRanks(config, shape, world)
         self.state = State(self.trainer, world)
+        self.measuring = Measuring(config, data, self.trainer, world, reporter)
         self.watch = Watch(config, world, reporter.note)
         self.saved: Checkpoint | None = None
         self.saver = Saver(folder.checkpoints, config.checkpoint, world)
@@ -225,25 +224,24 @@ class _Run:
                 self._show(meter.measure(step, result, rate, len(self.watch.steps)))
             with meter.pause():
                 if evaluates:
-                    self._evaluate()
+                    self.measuring.evaluate(self.state.done, self.sinks)
                 if samples:
-                    self._sample()
+                    self.measuring.sample(self.state.done, self.sinks)
                 if saves:
                     self._save()
         return signal
 
     def finish(self) -> TrainResult:
         """Held-out loss, export and text sample of the trained model."""
-        result = self._evaluate()
-        tokenizer = load_tokenizer(self.data.tokenizer)
+        result = self.measuring.evaluate(self.state.done, self.sinks)
         export = None
         if self.config.checkpoint.export:
             model = self.trainer.whole()
             if model is not None:
                 export = self.folder.export
-                export_run(model, tokenizer, self.config, self.folder, self.reporter.note)
+                export_run(model, self.measuring.tokenizer, self.config, self.folder, self.reporter.note)
             del model
-        sample = self._sample() if self.config.evaluation.sample_tokens else None
+        sample = self.measuring.sample(self.state.done, self.sinks) if self.config.evaluation.sample_tokens else None
         if export is not None:
             prompt = shlex.quote(self.config.evaluation.sample_prompt)
             # llama-infer's own default is 1, at which a small model raves
@@ -252,28 +250,6 @@ class _Run:
                 f"--temperature {self.config.evaluation.sample_temperature:g}"
             )
         return TrainResult(self.folder.path, self.state.done, True, result, export, sample, tuple(self.watch.steps))
-
-    def _evaluate(self) -> Evaluation:
-        config = self.config
-        # The rows of a micro-batch fit in memory with gradients, so without them they do all the more.
-        batches = measuring_batches(self.data, config.data, config.data.micro_batch_size, config.evaluation.max_tokens)
-        result = self.trainer.evaluate(batches)
-        self.sinks.write_evaluation(
-            EvaluationMetrics(self.state.done, result.loss, result.tokens, result.perplexity, bits_per_byte=None)
-        )
-        share = 100 * result.fraction_of_chance(self.data.vocab_size)
-        self.reporter.note(
-            f"held out   step {self.state.done}: loss {result.loss:.4f} over {result.tokens:,} tokens, perplexity "
-            f"{result.perplexity:.2f}, {share:.1f}% of ln({self.data.vocab_size})"
-        )
-        return result
-
-    def _sample(self) -> str:
-        tokenizer, device, seed = load_tokenizer(self.data.tokenizer), self.world.device, self.config.seed
-        sample = sample_text(self.trainer.logits, tokenizer, self.config.evaluation, seed, device)
-        self.sinks.write_sample(self.state.done, sample)
-        self.reporter.note("sample     " + sample.replace("\n", "\n           "))
-        return sample
 
     def _save(self) -> None:
         self.saver.save(self.state.done, self.state.tensors())
