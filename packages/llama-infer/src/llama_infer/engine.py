@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .draft import Drafter
 from .guided_mask import allowed_tokens
 from .logprobs import LogprobWriter
 from .runner import ModelRunner
@@ -35,19 +36,27 @@ class Engine:
     Args:
         scheduler, runner, sampler, logprobs: its parts.
         overlap: send a step off before the tokens of the one before are on the host; for a GPU, and without guesses.
+        drafter: a draft model that makes the guesses.
 
     Attributes:
-        guessed, accepted: tokens that were guessed (`prompt_lookup`), and those of them that were right.
+        guessed, accepted: tokens that were guessed (`prompt_lookup`, `draft`), and those of them that were right.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler, logprobs: LogprobWriter, overlap: bool
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        logprobs: LogprobWriter,
+        overlap: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
         self.logprobs = logprobs
         self.overlap = overlap
+        self.drafter = drafter
         self.guessed = self.accepted = 0
         self._under_way: _Step | None = None
         self._turn = threading.RLock()
@@ -90,16 +99,21 @@ class Engine:
     def _send(self, batch: list[Work]) -> _Step:
         try:
             pool = self.scheduler.pool
-            self.runner.copy(pool.copies)
+            for runner in (self.runner, *([] if self.drafter is None else [self.drafter.runner])):
+                runner.copy(pool.copies)
             pool.copies.clear()
+            proposals = None
+            if self.drafter is not None:
+                batch, proposals = self.drafter.propose(batch)
             hidden, logits = self.runner.run(batch)
             drawing = [work for work in batch if work.samples]
-            states = [work.sequence.generator.get_state() if work.guesses else None for work in drawing]
+            looked_up = self.drafter is None  # a draft's tokens have random numbers of their own
+            states = [work.sequence.generator.get_state() if work.guesses and looked_up else None for work in drawing]
             drawn = None
             if drawing:
                 rows = [work.sequence for work in drawing for _ in range(1 + len(work.guesses))]
                 allowed = allowed_tokens(drawing, logits.shape[1])
-                drawn = self.sampler.draw(logits, rows, self.runner.newest, allowed)
+                drawn = self.sampler.draw(logits, rows, self.runner.newest, allowed, proposals)
             if any(work.sequence.params.prompt_logprobs is not None for work in batch):
                 self.logprobs.of_prompt(batch, hidden)
         except BaseException:  # half a pass, e.g. Ctrl-C: the cache doesn't hold these tokens
@@ -126,6 +140,8 @@ class Engine:
             if work.guesses:
                 self.guessed += len(work.guesses)
                 self.accepted += taken - 1
+                sequence.guessed += len(work.guesses)
+                sequence.accepted += taken - 1
                 sequence.computed = min(sequence.computed, len(sequence.ids) - 1)
                 if state is not None:  # as if only what was taken had been drawn
                     sequence.rewind(state, taken)

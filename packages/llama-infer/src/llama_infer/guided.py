@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from llama_core import Tokenizer
@@ -31,9 +32,10 @@ class Guide:
         error: why the grammar cannot go on, e.g. that it has become too large; None while it can.
     """
 
-    def __init__(self, matcher: Any, end_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, end_ids: frozenset[int], vocab_size: int) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
+        self._vocab_size = vocab_size
         self.error: str | None = None
         self._bits = b""
         self._look()
@@ -51,24 +53,28 @@ class Guide:
 
     def fitting(self, guesses: Sequence[int]) -> list[int]:
         """The guesses up to the first that the grammar refuses."""
-        guesses = list(guesses)
+        # A model may have more ids than the tokenizer; to the matcher they are a mistake that it does not get over.
+        guesses = list(takewhile(lambda token_id: token_id < self._vocab_size, guesses))
         return guesses[: self._matcher.validate_tokens(guesses)] if guesses and self.error is None else []
 
     def allowed(self, guesses: Sequence[int], may_end: bool) -> list[bytes]:
-        """Which tokens may come next, and which after each of the guesses; they must be `fitting`.
+        """Which tokens may come next, and which after each of the guesses.
 
         Args:
             may_end: whether the output may end where the grammar leaves the choice.
 
         Returns:
-            1 + len(guesses) sets of token ids: bit i & 7 of byte i >> 3 is set for an id that may come.
+            1 + len(guesses) sets of token ids: bit i & 7 of byte i >> 3 is set for an id that may come. Behind a guess
+            that does not fit they are empty.
         """
         rows = [self._bits]
         if guesses:
             ahead = self._matcher.deep_copy()
-            for guess in guesses:
+            fitting = len(self.fitting(guesses))
+            for guess in guesses[:fitting]:
                 ahead.consume_token(guess)
                 rows.append(ahead.compute_bitmask())
+            rows += [b""] * (len(guesses) - fitting)
         return rows if may_end else [_without(bits, self._end_ids) for bits in rows]
 
     def _look(self) -> None:
@@ -102,7 +108,7 @@ class GuideMaker:
             ValueError: a schema, expression or grammar that is none, or that llguidance cannot do; or llguidance is not
                 installed.
         """
-        guide = Guide(self._compiled(params).deep_copy(), self.end_ids)
+        guide = Guide(self._compiled(params).deep_copy(), self.end_ids, self.tokenizer.vocab_size)
         if guide.error is not None:
             raise ValueError(guide.error)
         return guide

@@ -56,6 +56,6 @@ def allowed_tokens(drawing: Sequence[Work], vocabulary: int) -> AllowedTokens | 
 
 def _drawable(bits: bytes, width: int) -> bytes:
     """A set of ids cut or filled to a width. One without any, which is the row behind a guess that completes the
-    output, becomes all: something must be drawn there, and nobody takes it."""
+    output or does not fit it, becomes all: something must be drawn there, and nobody takes it."""
     bits = bits[:width].ljust(width, b"\0")
     return bits if any(bits) else b"\xff" * width

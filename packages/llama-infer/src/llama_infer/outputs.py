@@ -45,6 +45,15 @@ class Sample:
     error: str | None = None
     """Why the request was ended, if it was not the user's doing."""
     timings: Timings | None = field(default=None, compare=False)
+    guessed_tokens: int = field(default=0, compare=False)
+    """Tokens that a draft model or the text itself proposed ahead."""
+    accepted_tokens: int = field(default=0, compare=False)
+    """Those of them that stand in `token_ids`, so many steps of the model were saved."""
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of guesses that stand; None where nothing was guessed."""
+        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ class ModelRunner:
         spans = [Span(work.sequence.table.blocks, work.start, work.count) for work in batch]
         step = PlainStep(self.cache, spans, self.attend_rows)
         tokens = torch.tensor([_new_ids(batch)], device=self.device)
+        for row, slot in _late(batch):
+            tokens[0, row] = self.newest[slot]
         positions = [at for work in batch for at in range(work.start, work.start + work.count)]
         hidden_TE = self.model(tokens, torch.tensor([positions], device=self.device), step)[0]
         last_R = torch.tensor(_last_rows(batch), dtype=torch.int64, device=self.device)
@@ -101,9 +103,8 @@ class ModelRunner:
         slots = tables[owner, positions // size] * size + positions % size
         # Where a token has not arrived yet: the slot whose newest it is.
         late = torch.full((len(owner),), -1)
-        for row, work in zip(bounds[1:].tolist(), batch, strict=True):
-            if work.start + work.count - len(work.guesses) > len(work.sequence.ids):
-                late[row - 1] = work.sequence.slot
+        for row, slot in _late(batch):
+            late[row] = slot
         parts = [
             torch.tensor(_new_ids(batch)),
             late,
@@ -143,6 +144,16 @@ def _new_ids(batch: list[Work]) -> list[int]:
     rows = ([*work.sequence.ids[work.start : work.start + work.count], *work.guesses] for work in batch)
     padded = (ids + [0] * (work.count - len(ids)) for work, ids in zip(batch, rows, strict=True))
     return list(itertools.chain.from_iterable(padded))
+
+
+def _late(batch: list[Work]) -> list[tuple[int, int]]:
+    """Rows of tokens that have not arrived here, and the slots whose newest they are."""
+    ends = itertools.accumulate(work.count for work in batch)
+    return [
+        (end - 1, work.sequence.slot)
+        for end, work in zip(ends, batch, strict=True)
+        if work.start + work.count - len(work.guesses) > len(work.sequence.ids)
+    ]
 
 
 def _last_rows(batch: list[Work]) -> list[int]:

@@ -18,6 +18,7 @@ from llama_core import sample
 
 from .guided_mask import AllowedTokens
 from .sequence import Sequence
+from .speculative import Proposals
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,32 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(
-        self, logits_RV: Tensor, sequences: list[Sequence], newest: Tensor, allowed: AllowedTokens | None = None
+        self,
+        logits_RV: Tensor,
+        sequences: list[Sequence],
+        newest: Tensor,
+        allowed: AllowedTokens | None = None,
+        proposals: Proposals | None = None,
     ) -> Drawn:
         """Draw one token for each row, and note it in `newest` (one place for each sequence's slot).
 
-        A sequence may have several rows; they are draws after one another. `allowed` is what guided output lets come.
+        A sequence may have several rows; they are draws after one another. `allowed` is what guided output lets come,
+        `proposals` what a draft model has drawn for some of the rows.
         """
         largest_R = logits_RV.amax(dim=-1)  # NaN if there is one in the row
         if any(_is_processed(sequence) for sequence in sequences):
             logits_RV = processed(logits_RV, sequences)
         if allowed is not None:
             logits_RV = allowed.mask(logits_RV)
-        if self.fast:
-            ids_R = self._draw_fast(logits_RV, sequences)
+        if proposals is None:
+            ids_R = self._draw(logits_RV, largest_R, sequences)
         else:
-            ids_R = _draw_plain(_sound(logits_RV, largest_R), sequences)
+            ids_R = torch.empty(len(sequences), dtype=torch.int64, device=logits_RV.device)
+            chosen = set(proposals.rows)
+            free = [row for row in range(len(sequences)) if row not in chosen]
+            if free:
+                ids_R[free] = self._draw(logits_RV[free], largest_R[free], [sequences[row] for row in free])
+            ids_R[proposals.rows] = proposals.checked(_sound(logits_RV, largest_R)[proposals.rows])
         both = torch.stack((ids_R.double(), largest_R.double()))
         slots = torch.tensor([sequence.slot for sequence in sequences])
         if logits_RV.device.type != "cuda":
@@ -71,6 +83,11 @@ class Sampler:
         arrival = torch.cuda.Event()
         arrival.record()
         return Drawn(host, arrival)
+
+    def _draw(self, logits_RV: Tensor, largest_R: Tensor, sequences: list[Sequence]) -> Tensor:
+        if self.fast:
+            return self._draw_fast(logits_RV, sequences)
+        return _draw_plain(_sound(logits_RV, largest_R), sequences)
 
     def _draw_fast(self, logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
         if all(sequence.params.temperature == 0 for sequence in sequences):

@@ -39,15 +39,22 @@ class Scheduler:
         max_num_seqs: the most sequences that run at once.
         max_num_batched_tokens: the most tokens of one step.
         speculative_tokens: the most guesses in a step of a sequence that generates (`prompt_lookup`).
+        drafted: whether a draft model makes the guesses, so that only their places are kept.
     """
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, speculative_tokens: int = 0
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        speculative_tokens: int = 0,
+        drafted: bool = False,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.speculative_tokens = speculative_tokens
+        self.drafted = drafted
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = list(reversed(range(max_num_seqs)))
@@ -109,6 +116,8 @@ class Scheduler:
         most = min(self.speculative_tokens, budget, sequence.limit - len(sequence.token_ids) - 1)
         if most < 1 or not takes_guesses(sequence):
             return []
+        if self.drafted:
+            return [0] * most
         guessed = guesses(sequence.ids, most)
         return guessed if sequence.guide is None else sequence.guide.fitting(guessed)
 

@@ -34,6 +34,7 @@ class Sequence:
         computed: tokens that the cache holds, or will when the steps under way are done.
         pending: tokens drawn on the device that have not arrived.
         cached: tokens that the cache held already when it first ran.
+        guessed, accepted: its share of the engine's numbers of the same names.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Sequence:
         self.seed = self.generator.initial_seed() % 2**62
         self.table, self.slot = BlockTable(), -1
         self.computed = self.pending = 0
+        self.guessed = self.accepted = 0
         self.cached: int | None = None
         self._vocab_size = 0 if tokenizer is None else tokenizer.vocab_size
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(prompt_ids)
@@ -139,7 +141,10 @@ class Sequence:
     def sample(self) -> Sample:
         assert self.finish_reason is not None
         timings = Timings(self._arrived, self._first, self._finished)
-        return Sample(self.text, self.token_ids, self.finish_reason, self.logprobs, self.error, timings)
+        return Sample(
+            self.text, self.token_ids, self.finish_reason, self.logprobs, self.error, timings,
+            self.guessed, self.accepted,
+        )  # fmt: skip
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
