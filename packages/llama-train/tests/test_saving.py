@@ -72,7 +72,7 @@ def test_what_is_written_is_the_state_of_the_moment(tmp_path: Path, slow_save: t
 
 def test_leaving_waits_for_what_is_being_written(tmp_path: Path, slow_save: tuple[Any, list[str]]) -> None:
     may_go, _ = slow_save
-    with pytest.raises(ValueError, match="elsewhere"), Saver(tmp_path, CheckpointConfig(), ALONE) as saver:
+    with pytest.raises(ValueError, match="elsewhere"), Saver(tmp_path, CheckpointConfig(), ALONE) as saver:  # noqa: PT012
         saver.save(1, {"a": torch.ones(3)})
         threading.Timer(0.2, may_go.set).start()
         raise ValueError("elsewhere")
@@ -93,7 +93,7 @@ def test_what_goes_wrong_is_raised_once_and_leaves_nothing(
         saver.save(1, {"a": torch.ones(3)})
         saver.wait()
         monkeypatch.setattr(checkpoint, "save", failing)
-        with pytest.raises(SaveError, match="step 2 could not be saved .*No space left on device"):  # noqa: PT012
+        with pytest.raises(SaveError, match=r"step 2 could not be saved .*No space left on device"):  # noqa: PT012
             saver.save(2, {"a": torch.ones(3)})
             saver._join(None)
             assert saver.signal == FAILED
@@ -220,7 +220,7 @@ def test_a_file_that_cannot_grow(asynchronous: bool, tmp_path: Path) -> None:
     with Saver(tmp_path, CheckpointConfig(asynchronous=asynchronous), ALONE) as saver:
         saver.save(1, {"a": torch.ones(3)})
         saver.wait()
-        with _small_files(100_000), pytest.raises(SaveError, match="step 2 .*: File too large"):  # noqa: PT012
+        with _small_files(100_000), pytest.raises(SaveError, match=r"step 2 .*: File too large"):  # noqa: PT012
             saver.save(2, {"a": torch.zeros(1_000_000)})
             saver.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -192,6 +192,7 @@ class _Run:
         meter.start(state.done)
         while state.done < last and not signal:
             step = state.done + 1
+            self.world.expect(f"step {step}", config.data.gradient_accumulation_steps)
             agreed = self.world.start_largest(lambda: self.saver.signal or stop.number)
             batches = data.take(step)
             meter.waited(data.waited)
@@ -222,6 +223,8 @@ class _Run:
                 return signal
             if shows:
                 self._show(meter.measure(step, result, rate, len(self.watch.steps)))
+            if evaluates or samples or saves:
+                self.world.rest()
             with meter.pause():
                 if evaluates:
                     self.measuring.evaluate(self.state.done, self.sinks)
@@ -244,9 +247,10 @@ class _Run:
         sample = self.measuring.sample(self.state.done, self.sinks) if self.config.evaluation.sample_tokens else None
         if export is not None:
             prompt = shlex.quote(self.config.evaluation.sample_prompt)
+            chat = " --chat" if self.config.evaluation.sample_chat else ""
             # llama-infer's own default is 1, at which a small model raves
             self.reporter.note(
-                f"generate   llama-infer generate --model {shlex.quote(str(export))} --prompt {prompt} "
+                f"generate   llama-infer generate{chat} --model {shlex.quote(str(export))} --prompt {prompt} "
                 f"--temperature {self.config.evaluation.sample_temperature:g}"
             )
         return TrainResult(self.folder.path, self.state.done, True, result, export, sample, tuple(self.watch.steps))

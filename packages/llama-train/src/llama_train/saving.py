@@ -126,6 +126,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._world.rest()  # the disk may be slow
         try:
             if error is None:
                 self.wait()

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from llama_parallel import Process
 
 from .failures import FIRST, RankError, RemoteError
+from .watchdog import Watchdog, backend_limit
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class World:
     process: Process
     device: torch.device
     control: ProcessGroup | None = None
+    watchdog: Watchdog | None = None
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +44,16 @@ class World:
     def size(self) -> int:
         """How many processes there are."""
         return self.process.world_size
+
+    def expect(self, what: str, parts: int = 1) -> None:
+        """Begin something that all processes do together and that must end in time; see `Watchdog.expect`."""
+        if self.watchdog is not None:
+            self.watchdog.expect(what, parts)
+
+    def rest(self) -> None:
+        """Nothing has to end in time until the next `expect`."""
+        if self.watchdog is not None:
+            self.watchdog.rest()
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -122,7 +134,7 @@ class World:
             return True
         try:
             # The first that adds gets 1. Where the host of this store is gone, so is rank 0, and what it had to say.
-            first: bool = dist.distributed_c10d._get_default_store().add(_FAILED, 1) == 1
+            first: bool = _store().add(_FAILED, 1) == 1
         except RuntimeError:
             return False
         return first
@@ -141,7 +153,7 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
     Args:
         process: of `which_process`.
         device: this process's.
-        timeout: seconds for a collective.
+        timeout: seconds for a collective, and for a step, as `Watchdog` has it.
     """
     if process.world_size == 1:
         yield World(process, device)
@@ -152,11 +164,12 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
     if ours:
         backend = "nccl" if device.type == "cuda" else "gloo"
         bound = device if device.type == "cuda" else None  # else NCCL guesses the device of its first barrier
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound)
+        dist.init_process_group(backend, timeout=backend_limit(timeout), device_id=bound)
+    watchdog = Watchdog(process, _store(), timeout)
     try:
         control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(control, ProcessGroup)  # only a process outside the group gets something else
-        world = World(process, device, control)
+        world = World(process, device, control, watchdog)
         try:
             yield world
         except RemoteError:
@@ -165,13 +178,21 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
             if not world.owns_failure():
                 raise RemoteError(str(error)) from error
             if lost_another(error):
+                if "timed out" in str(error).lower():  # where nothing was expected: an evaluation
+                    watchdog.tell("waited in vain for another process")
                 line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise RankError(f"rank {process.rank} lost another process, which died or hangs: {line}") from error
             error.add_note(FIRST)
             raise
     finally:
+        watchdog.close()
         if ours:
             dist.destroy_process_group()
+
+
+def _store() -> Any:
+    """Of torch.distributed, shared by all processes."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def lost_another(error: BaseException) -> bool:
