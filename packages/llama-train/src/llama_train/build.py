@@ -22,6 +22,7 @@ from llama_core.parameter_shapes import parameter_shapes
 
 from .attention_choice import choose_attend
 from .config import ModelConfig, TrainConfig
+from .fp8 import use_fp8
 from .lora import add_adapters
 from .start import start_shape
 
@@ -101,6 +102,9 @@ def build_model(shape: LlamaConfig, config: TrainConfig, device: torch.device) -
     model.to_empty(device=device)
     if config.model.start_from is None:
         init_weights(model, seed=config.seed)
+    if config.fp8:
+        # Compiled layers cannot ask whether a weight has changed since.
+        use_fp8(model.model.layers, remember=config.data.gradient_accumulation_steps > 1 and not config.compile)
     set_activation_checkpointing(model, config.activation_checkpointing)
     if config.compile:
         compile_layers(model)

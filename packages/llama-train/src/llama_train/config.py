@@ -38,6 +38,9 @@ class TrainConfig:
     """auto takes a GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU."""
+    fp8: bool = False
+    """Matrix products of the decoder's layers in 8 bits, forward and backward, on GPUs of compute capability 8.9 or
+    more; a CPU rounds alike, slowly. Weights, gradients, attention, embedding and head keep dtype."""
     seed: int = 0
     """Fixes initial weights, order of the data and the text sample."""
     kernels: Literal["auto", "plain"] = "auto"

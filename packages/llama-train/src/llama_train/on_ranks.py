@@ -31,6 +31,7 @@ from .batches import IGNORED, Batch
 from .build import choose_ops
 from .config import TrainConfig
 from .evaluate import Evaluation
+from .fp8 import use_fp8
 from .layout_choice import keeps_float32, plan_of, sizes
 from .lora import add_adapters, nothing_dropped
 from .optimizer import Optimizer
@@ -63,6 +64,8 @@ class OnRanks:
             model = Llama(shape, ops=choose_ops(config.kernels, world.device), attend=attend)
             model = model.to(dtype if config.lora.rank else self.rests_in)
         add_adapters(model, config, self.rests_in)
+        if config.fp8:
+            use_fp8(model.model.layers, remember=False)
         self.parallel = parallelize(model, self.mesh, plan_of(config))
         if config.model.start_from is None:
             init_shards(model, config.seed, world.device)

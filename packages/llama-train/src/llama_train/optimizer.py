@@ -75,8 +75,8 @@ class Optimizer:
         norms = torch._foreach_norm(list(gradients.values()))
         self.norms = dict(zip(gradients, norms, strict=True))
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        limit = max_norm or float("inf")
-        torch.nn.utils.clip_grads_with_norm_(self._trained.values(), limit, total, foreach=True)
+        if max_norm:  # else there is nothing to multiply with, and two passes over memory to save
+            torch.nn.utils.clip_grads_with_norm_(self._trained.values(), max_norm, total, foreach=True)
         return total
 
     @torch.no_grad()
@@ -93,6 +93,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
+        torch.autograd.graph.increment_version(self._trained.values())  # the fused kernel leaves this out (torch 2.15)
         self.publish()
         self.zero_grad()
 

@@ -18,6 +18,7 @@ from .attention_choice import choose_attend
 from .build import count_parameters, model_config, resolve
 from .config import TrainConfig
 from .console import Reporter
+from .fp8 import check_fp8
 from .layout_choice import check_parallel, fill_in, sizes
 from .lora import check_lora
 from .metrics import human
@@ -74,6 +75,7 @@ def resolve_run(config: TrainConfig, process: Process) -> tuple[TrainConfig, tor
     )
     device = torch.device(config.device)
     check_lora(config)
+    check_fp8(config, shape)
     if process.world_size > 1:
         check_parallel(config, shape)
         if device.type == "cuda":
@@ -123,7 +125,10 @@ def tell(
 ) -> None:
     """Model, layout, what each rank holds, and the arithmetic of a batch; a collective call."""
     rests = "" if trainer.rests_in == getattr(torch, config.dtype) else ", weights at rest in float32"
-    reporter.note(f"model      {human(count_parameters(shape))} parameters, {config.dtype} on {config.device}{rests}")
+    products = ", the layers' products in fp8" if config.fp8 else ""
+    reporter.note(
+        f"model      {human(count_parameters(shape))} parameters, {config.dtype} on {config.device}{rests}{products}"
+    )
     held = world.gather(trainer.held())
     if world.size > 1:
         least, most = min(count for count, _ in held), max(count for count, _ in held)
