@@ -42,6 +42,14 @@ class Packable(Multiplies, nn.Module):
         joined = self.product(x, weight, bias)
         return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
 
+    @property
+    def joined_weight(self) -> Tensor | None:
+        """The joined matrix (rows of all, E), where `pack` has made one, it still holds, and there are no biases."""
+        layers: list[nn.Linear] = [getattr(self, name) for name in self.packs]
+        if self._packed is None or self._packed[1] is not None or not self._is_packed(layers):
+            return None
+        return self._packed[0]
+
     @torch.no_grad()
     def pack(self) -> None:
         """Join the weights (and biases); the layers' parameters become views, without gradients.

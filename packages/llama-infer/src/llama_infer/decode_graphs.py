@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llama_core import Llama
 
+from .fused_decode import fused_decode
 from .paged_cache import PagedKVCache, PagedStep
 from .scheduler import Work
 
@@ -39,6 +40,7 @@ class DecodeGraphs:
         self.newest = newest
         self.max_num_seqs = max_num_seqs
         self.max_blocks = max_blocks
+        self._fused = fused_decode(model, cache.memory.dtype)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
 
@@ -110,5 +112,8 @@ class DecodeGraphs:
         ids = torch.where(late >= 0, self.newest[late.clamp(min=0)], ids)
         longest = blocks * self.cache.block_size
         step = PagedStep(self.cache, slots, tables.view(rows, blocks), lengths, None, 1, longest)
-        hidden = self.model(ids.unsqueeze(0), positions.unsqueeze(0), step)[0]
+        if rows == 1 and self._fused is not None:
+            hidden = self._fused(ids, positions, step)
+        else:
+            hidden = self.model(ids.unsqueeze(0), positions.unsqueeze(0), step)[0]
         return hidden, self.model.logits(hidden)

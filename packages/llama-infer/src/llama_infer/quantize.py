@@ -44,8 +44,13 @@ class QuantizedLinear(nn.Module):
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.register_buffer("bias", torch.cat(biases) if biases else None)
 
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The rounded weight and its scales: what its product takes after x."""
+        return tuple(getattr(self, name) for name in self._names)
+
     def forward(self, x: Tensor) -> Tensor:
-        out = self._multiply(x, *(getattr(self, name) for name in self._names))
+        out = self._multiply(x, *self.operands)
         return out if self.bias is None else out + self.bias
 
 

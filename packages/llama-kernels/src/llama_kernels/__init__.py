@@ -7,7 +7,11 @@ from llama_kernels.attention_backends import attention_backend as attention_back
 from llama_kernels.backends import backends as backends
 from llama_kernels.fp8_linear import fp8_linear as fp8_linear
 from llama_kernels.fp8_linear import quantize_fp8 as quantize_fp8
+from llama_kernels.fp8_matmul import Fp8Weights as Fp8Weights
 from llama_kernels.fp8_matmul import fp8_matmul as fp8_matmul
+from llama_kernels.fp8_matmul import fp8_matmuls as fp8_matmuls
+from llama_kernels.fp8_matmul import round_fp8 as round_fp8
+from llama_kernels.fused_linear import fused_linear as fused_linear
 from llama_kernels.int4_linear import int4_linear as int4_linear
 from llama_kernels.int4_linear import quantize_int4 as quantize_int4
 from llama_kernels.int8_linear import int8_linear as int8_linear
@@ -20,6 +24,8 @@ from llama_kernels.paged_attention import paged_attention as paged_attention
 from llama_kernels.rms_norm import add_rms_norm as add_rms_norm
 from llama_kernels.rms_norm import rms_norm as rms_norm
 from llama_kernels.rope import rope as rope
+from llama_kernels.rope_write_kv import rope_write_kv as rope_write_kv
 from llama_kernels.sample import sample as sample
 from llama_kernels.swiglu import swiglu as swiglu
+from llama_kernels.swiglu_linear import swiglu_linear as swiglu_linear
 from llama_kernels.write_kv import write_kv as write_kv

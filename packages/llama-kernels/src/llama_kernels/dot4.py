@@ -32,11 +32,6 @@ def dot4(a, b, c, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_x(x_ptr, real):
-    return tl.load(x_ptr, mask=real, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def fixed_point(x, amax):
     """The integer round(x · 32,512 / amax) in the low 16 bits: added to 1.5 · 2²³, a float is its own integer."""
     inverse = 32512.0 / tl.where(amax > 0.0, amax, 32512.0)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llama_kernels import reference
 from llama_kernels.byte_linear import MAX_ROWS, dot_dtype
-from llama_kernels.compat import cdiv, device_guard, multiprocessors, next_power_of_2, runs_triton, tl, triton
-from llama_kernels.dot4 import dot4, fixed_point, has_dp4a, high_and_low_bytes, load_x
+from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.row_launch import launch_row
 
 GROUP = 128
 
@@ -30,47 +30,6 @@ def _one_plus_sixteenths(word, NIBBLE: tl.constexpr):
     else:
         moved = word >> (4 * NIBBLE - 19)
     return ((moved & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _one_row_kernel(
-    x_ptr, q_ptr, scale_ptr, minimum_ptr, y_ptr, outputs,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """x stays in registers in fixed point (see `dot4`); whole rows of weights stream past, the next on their way."""
-    g = tl.arange(0, BLOCK_G)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    x_at, real = x_ptr + g * 128 + j, g < GROUPS
-    x_0, x_1, x_2, x_3 = load_x(x_at, real), load_x(x_at + 16, real), load_x(x_at + 32, real), load_x(x_at + 48, real)
-    x_at += 64
-    x_4, x_5, x_6, x_7 = load_x(x_at, real), load_x(x_at + 16, real), load_x(x_at + 32, real), load_x(x_at + 48, real)
-    amax = tl.maximum(tl.maximum(tl.abs(x_0), tl.abs(x_1)), tl.maximum(tl.abs(x_2), tl.abs(x_3)))
-    amax = tl.maximum(amax, tl.maximum(tl.maximum(tl.abs(x_4), tl.abs(x_5)), tl.maximum(tl.abs(x_6), tl.abs(x_7))))
-    amax = tl.max(amax, axis=2, keep_dims=True)
-    even_high, even_low = high_and_low_bytes(
-        fixed_point(x_0, amax), fixed_point(x_2, amax), fixed_point(x_4, amax), fixed_point(x_6, amax)
-    )
-    odd_high, odd_low = high_and_low_bytes(
-        fixed_point(x_1, amax), fixed_point(x_3, amax), fixed_point(x_5, amax), fixed_point(x_7, amax)
-    )
-    x_sum = ((x_0 + x_1) + (x_2 + x_3)) + ((x_4 + x_5) + (x_6 + x_7))  # carries NaN too
-    x_scale = amax * (1.0 / 32512.0)
-    step = tl.num_programs(0) * BLOCK_N
-    for first in tl.range(tl.program_id(0) * BLOCK_N, outputs, step, num_stages=STAGES):
-        n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None, None]
-        inside = (n < outputs) & real
-        word = tl.load(q_ptr + (n * GROUPS + g) * 16 + j, mask=inside, other=0)
-        scale = tl.load(scale_ptr + n * GROUPS + g, mask=inside, other=0.0).to(tl.float32)
-        minimum = tl.load(minimum_ptr + n * GROUPS + g, mask=inside, other=0.0).to(tl.float32)
-        even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F  # nibbles 0, 2, 4, 6 and 1, 3, 5, 7 as bytes
-        total = dot4(even, tl.broadcast_to(even_high, word.shape), tl.zeros_like(word), ASM)
-        total = 256 * dot4(odd, tl.broadcast_to(odd_high, word.shape), total, ASM)
-        total = dot4(even, tl.broadcast_to(even_low, word.shape), total, ASM)
-        total = dot4(odd, tl.broadcast_to(odd_low, word.shape), total, ASM)
-        y = total.to(tl.float32) * (scale * x_scale) + minimum * x_sum
-        y = tl.sum(tl.reshape(y, (BLOCK_N, BLOCK_G * 16)), axis=1)
-        out = first + tl.arange(0, BLOCK_N)
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < outputs)
 
 
 @triton.jit
@@ -98,30 +57,53 @@ def _few_rows_kernel(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
 
+@triton.jit
+def _unpack_kernel(q_ptr, scale_ptr, minimum_ptr, weight_ptr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """A stretch of one row of the weight as floats."""
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    j = tl.arange(0, 16)[None, :]
+    inside = (g < GROUPS)[:, None]
+    word = tl.load(q_ptr + (row * GROUPS + g)[:, None] * 16 + j, mask=inside, other=0)
+    scale = tl.load(scale_ptr + row * GROUPS + g, mask=g < GROUPS, other=0.0).to(tl.float32)[:, None]
+    minimum = tl.load(minimum_ptr + row * GROUPS + g, mask=g < GROUPS, other=0.0).to(tl.float32)[:, None]
+    for i in tl.static_range(8):
+        weight = (_one_plus_sixteenths(word, i) - 1.0) * (16.0 * scale) + minimum
+        at = weight_ptr + (row * GROUPS + g)[:, None] * 128 + 16 * i + j
+        tl.store(at, weight.to(weight_ptr.dtype.element_ty), mask=inside)
+
+
+def _unpacked(x: Tensor, packed: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """The weight (N, K) in x's dtype."""
+    if not runs_triton(x):
+        return reference.int4_weight(packed, scale, minimum).to(x.dtype)
+    outputs, groups = packed.shape[:2]
+    weight = x.new_empty(outputs, groups * GROUP)
+    if weight.numel():
+        with device_guard(x):
+            _unpack_kernel[(outputs, cdiv(groups, 32))](
+                packed, scale, minimum, weight, GROUPS=groups, BLOCK_G=32, num_warps=4
+            )
+    return weight
+
+
 @torch.library.custom_op("llama_kernels::int4_linear", mutates_args=())
 def _int4_linear(x: Tensor, packed: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     rows, outputs, groups = x.shape[0], packed.shape[0], packed.shape[1]
     if not runs_triton(x) or rows > MAX_ROWS:
-        return x @ reference.int4_weight(packed, scale, minimum).to(x.dtype).T
+        return x @ _unpacked(x, packed, scale, minimum).T
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if rows == 1 and x.dtype != torch.float32:  # whose bits fixed point would cut
+        return launch_row(x, packed, scale, minimum)
     y = x.new_empty(rows, outputs)
     if not y.numel():
         return y
-    x = x if x.stride(1) == 1 else x.contiguous()
     with device_guard(x):
-        if rows == 1 and x.dtype != torch.float32:
-            block_g = next_power_of_2(groups)
-            wide = block_g > 64  # measured at K = 4096 and 14,336
-            programs = min(cdiv(outputs, 4), (1 if wide else 4) * multiprocessors(x))
-            _one_row_kernel[(programs,)](
-                x, packed, scale, minimum, y, outputs, GROUPS=groups, BLOCK_N=4, BLOCK_G=block_g,
-                STAGES=3 if wide else 4, ASM=has_dp4a(x), num_warps=min(max(block_g // 16, 1), 16),
-            )  # fmt: skip
-        else:
-            block_m, block_n = max(16, next_power_of_2(rows)), 32 if outputs >= 8192 else 16
-            _few_rows_kernel[(cdiv(outputs, block_n),)](
-                x, packed, scale, minimum, y, rows, outputs, x.stride(0), GROUPS=groups, BLOCK_M=block_m,
-                BLOCK_N=block_n, BLOCK_G=4, DOT=dot_dtype(x), num_warps=4, num_stages=3,
-            )  # fmt: skip
+        block_m, block_n = max(16, next_power_of_2(rows)), 32 if outputs >= 8192 else 16
+        _few_rows_kernel[(cdiv(outputs, block_n),)](
+            x, packed, scale, minimum, y, rows, outputs, x.stride(0), GROUPS=groups, BLOCK_M=block_m,
+            BLOCK_N=block_n, BLOCK_G=4, DOT=dot_dtype(x), num_warps=4, num_stages=3,
+        )  # fmt: skip
     return y
 
 

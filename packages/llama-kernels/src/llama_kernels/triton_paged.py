@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llama_kernels.attention_call import dense_rows
 from llama_kernels.compat import INTERPRETING, cdiv, device_guard, multiprocessors, next_power_of_2, tl, triton
+from llama_kernels.one_row import launch_options, let_next_start, wait_for_previous
 from llama_kernels.triton_tiles import LOG2_E, compute_type
 
 
@@ -60,8 +61,10 @@ def _paged_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu
                   k_head, v_page, v_row, v_head, table_row, sequences, tokens, kv_heads, splits, scale_log2,
                   GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DECODE: tl.constexpr, SEQUENCES: tl.constexpr,
                   SPLIT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
+                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Output of one tile over one stretch of keys; where SPLIT, a partial one (splits, T, H, D) with its lse."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
     split, hk, slot = pid % splits, pid // splits % kv_heads, pid // (splits * kv_heads)
     if DECODE:
@@ -116,8 +119,10 @@ def _paged_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _join_kernel(part_ptr, lse_ptr, out_ptr, rows, splits, SPLITS: tl.constexpr, D: tl.constexpr,
-                 BLOCK_D: tl.constexpr):  # fmt: skip
+                 BLOCK_D: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One row of the output from its parts (splits, rows, D) and their base-2 log-sum-exp (splits, rows)."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + s.to(tl.int64) * rows + row, mask=s < splits, other=float("-inf"))
@@ -182,7 +187,9 @@ def triton_paged_attention(
     part, lse = out, out
     if splits > 1:
         part = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
-        lse = torch.full((splits, tokens, heads), float("-inf"), device=q.device)
+        lse = torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device)
+        if not decode:  # rows behind the last sequence belong to no tile
+            lse.fill_(float("-inf"))
     with device_guard(q):
         _paged_kernel[(tiles * kv_heads * splits,)](
             q, k_cache, v_cache, part, lse, block_tables, seq_lens, seq_lens if decode else cu_seqlens_q,
@@ -190,11 +197,11 @@ def triton_paged_attention(
             sequences, tokens, kv_heads, splits, width**-0.5 * LOG2_E, GROUP=group, GROUP_PAD=group_pad,
             DECODE=decode, SEQUENCES=next_power_of_2(sequences), SPLIT=splits > 1, PAGE=page, D=width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, COMPUTE=compute_type(q.dtype), num_warps=warps,
-            num_stages=stages,
+            num_stages=stages, **launch_options(q),
         )  # fmt: skip
         if splits > 1:
             _join_kernel[(tokens * heads,)](
                 part, lse, out, tokens * heads, splits, SPLITS=next_power_of_2(splits), D=width, BLOCK_D=block_d,
-                num_warps=4,
+                num_warps=4, **launch_options(q),
             )  # fmt: skip
     return out
