@@ -21,6 +21,8 @@ class EvaluationConfig:
     """Steps between text samples; 0 means only at the end."""
     sample_prompt: str = "def "
     """What a text sample continues."""
+    sample_chat: bool = False
+    """Whether sample_prompt is the user's turn of a chat, in the tokenizer's chat format."""
     sample_tokens: int = 64
     """Length of a text sample; 0 means none."""
     sample_temperature: float = 0.7
@@ -48,6 +50,11 @@ class LoggingConfig:
     """Steps between lines. metrics.jsonl in the run folder gets the same figures."""
     progress: bool = True
     """Whether a terminal shows a progress bar; a file or pipe never does."""
+    tensorboard: bool = False
+    """Whether the figures also go to RUN/tensorboard; needs the extra `tensorboard`."""
+    wandb: str | None = None
+    """Project of Weights & Biases that also gets the figures; needs the extra `wandb`. WANDB_MODE=offline needs no key."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "logging.every", self.every, "at least 1")
+        require(self.wandb is None or self.wandb != "", "logging.wandb", self.wandb, "the name of a project")

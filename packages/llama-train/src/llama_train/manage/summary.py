@@ -96,7 +96,7 @@ def summarize(run: Path, root: Path) -> Summary:
         micro_batch_size=None if data is None else data.micro_batch_size,
         gradient_accumulation_steps=None if data is None else data.gradient_accumulation_steps,
         step=history.last_step,
-        steps=None if config is None else config.schedule.steps,
+        steps=None if config is None else config.schedule.total,
         tokens=int(history.train[-1].get("tokens", 0)) if history.train else None,
         saved_step=last_checkpoint(run),
         seconds=history.seconds[-1] if history.train else 0.0,
