@@ -108,7 +108,7 @@ def boundaries(session: nox.Session) -> None:
 @nox.session(python=FLOOR)
 def types(session: nox.Session) -> None:
     """Mypy, strict, on the source of all packages."""
-    session.install(*group("types"), *editable(*PACKAGES))
+    session.install(*group("types"), *editable(*PACKAGES), "llama-infer[guided,serve,bench]")
     session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
 
 
@@ -128,7 +128,18 @@ def tests(session: nox.Session, package: str) -> None:
     check_torch(session, pinned("torch"))
     # Tests of parallel code fork ranks of their own, which xdist's workers would only crowd.
     workers = "0" if package == "llama-parallel" else WORKERS
-    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not slow", "-n", workers)
+    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not slow and not browser", "-n", workers)
+
+
+@nox.session(python=FLOOR)
+def browser(session: nox.Session) -> None:
+    """The server's chat page in a real browser: Debian's Chromium, or another on PATH."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        # CI has installed one; elsewhere nobody should need a browser to work on the rest.
+        (session.error if "CI" in os.environ else session.skip)("no Chromium on PATH; Debian: apt-get install chromium")
+    needs = needs_of_tests("llama-infer")
+    session.install(*editable(*closure("llama-infer", *needs)), *needs, *group("browser"))
+    pytest(session, "packages/llama-infer/tests", "-m", "browser")
 
 
 @nox.session(python=FLOOR)
@@ -186,7 +197,7 @@ def minimums(session: nox.Session, package: str) -> None:
     session.install(*oldest, *editable(*closure(package, *needs)), *needs)
     check_torch(session, "2.11.")
     workers = "0" if package == "llama-parallel" else WORKERS
-    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not slow", "-n", workers)
+    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not slow and not browser", "-n", workers)
 
 
 @nox.session(python=FLOOR, default=False)

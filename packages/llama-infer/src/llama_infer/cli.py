@@ -16,6 +16,7 @@ from .cli_chat import Chat
 from .cli_convert import Convert
 from .cli_generate import Generate
 from .cli_inspect import Inspect
+from .cli_serve import Serve
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": Generate,
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": Convert,
     "inspect": Inspect,
     "bench": Bench,
+    "serve": Serve,
 }
 
 
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama-infer {version('llama-infer')}")
         return 0
     try:
-        command: Generate | Chat | Convert | Inspect | Bench = tyro.extras.subcommand_cli_from_dict(
+        command: Generate | Chat | Convert | Inspect | Bench | Serve = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="llama-infer",
             description="Generate text with Llama models, convert them, and see them work.",

@@ -9,9 +9,18 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FailFast, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import FailFast as _FailFast
 
-from ..sampling_params import SamplingParams
+from llama_infer.sampling_params import SamplingParams
+
+
+class FailFast(_FailFast):
+    """The first wrong item of a list is enough to say no: a list may have a million."""
+
+    def __hash__(self) -> int:  # pydantic's has none, which unions ask for
+        return 0
+
 
 MOST = 128
 """Continuations of a prompt, as at OpenAI."""
