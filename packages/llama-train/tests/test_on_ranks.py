@@ -90,7 +90,9 @@ def _records(folder: str | Path | None, kind: str = "train") -> list[dict[str, A
 def test_a_layout_trains_as_one_process(
     layout: dict[str, Any], wide: TrainConfig, tmp_path: Path, recorder: Make
 ) -> None:
-    alone = replace(wide, folder=str(tmp_path / "alone"), evaluation=replace(wide.evaluation, sample_tokens=6))
+    evaluation = replace(wide.evaluation, sample_tokens=6, sample_every=3)
+    optimizer = replace(wide.optimizer, z_loss=1e-2)
+    alone = replace(wide, folder=str(tmp_path / "alone"), evaluation=evaluation, optimizer=optimizer)
     expected = train(alone, recorder())
     config = _on(layout, alone, tmp_path / "ranks")
     results, text = _train(config, recorder)
@@ -98,6 +100,11 @@ def test_a_layout_trains_as_one_process(
         wanted = [record[key] for record in _records(alone.folder)]
         assert [record[key] for record in _records(config.folder)] == pytest.approx(wanted, rel=TOLERANCE)
     assert [record["step"] for record in _records(config.folder, "held_out")] == [4, 6]
+    bits = [[record["bits_per_byte"] for record in _records(c.folder, "held_out")] for c in (config, alone)]
+    assert bits[0] == pytest.approx(bits[1], rel=TOLERANCE)
+    samples = [[(r["step"], r["text"]) for r in _records(c.folder, "sample")] for c in (config, alone)]
+    assert [step for step, _ in samples[0]] == [3, 6]
+    assert samples[0] == samples[1]
     for result in results:
         assert expected.held_out is not None
         assert result.held_out is not None

@@ -118,3 +118,21 @@ def test_a_step_lowers_the_loss_it_reports(t0: Make) -> None:
     batch = _row(12, 0)
     losses = [float(training_step(model, optimizer, [batch], 1e-2, 1.0).loss) for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_z_loss_is_that_of_the_formula(t0: Make) -> None:
+    """PaLM, section 5: mean of (cross-entropy + z log²Z) over the unmasked tokens, and its gradient; in float64."""
+    model, plain = t0().double(), t0().double()
+    rows = [_row(5, 0), _row(11, 1)]
+    loss, _ = accumulate_gradients(model, rows, z_loss=0.05)
+    whole = _join(rows)
+    logits = plain.logits(plain(whole.tokens))
+    counted = whole.targets != IGNORED
+    log_z = logits.logsumexp(-1)[counted]
+    own = logits[counted].gather(-1, whole.targets[counted].unsqueeze(-1)).squeeze(-1)
+    expected = (log_z - own + 0.05 * log_z.square()).mean()
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), abs=1e-12)
+    assert float(expected.detach()) > float((log_z - own).detach().mean()) + 0.1
+    for name, gradient in _gradients(plain).items():
+        torch.testing.assert_close(_gradients(model)[name], gradient, rtol=0, atol=1e-12)

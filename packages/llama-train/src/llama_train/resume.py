@@ -9,7 +9,7 @@ from .config import TrainConfig
 from .config_file import load_config
 from .run_folder import RunFolder, what_differs
 
-_TOKENIZER = Path("tokenizer") / "tokenizer.json"
+_FACTS = "prepared.json"  # numbers of documents and characters, hash of the tokenizer; shards have their own check
 
 
 def choose_checkpoint(config: TrainConfig, folder: RunFolder) -> tuple[Checkpoint | None, list[str]]:
@@ -36,9 +36,9 @@ def choose_checkpoint(config: TrainConfig, folder: RunFolder) -> tuple[Checkpoin
     other = RunFolder(checkpoint.path.parent.parent)
     if other.config.is_file():  # a checkpoint that was copied away has none; then shapes are all that is checked
         wrong, changed = what_differs(load_config(other.config), config)
-        ours, theirs = folder.data / _TOKENIZER, other.data / _TOKENIZER
+        ours, theirs = folder.data / _FACTS, other.data / _FACTS
         if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
-            wrong.append("its tokenizer learnt another text")
+            wrong.append(f"its text or tokenizer was another, see {theirs}")
         if wrong:
             raise ValueError(f"resume_from is {config.resume_from!r}, a checkpoint of another run: {'; '.join(wrong)}")
         lines += [f"changed    {line}" for line in changed]
