@@ -80,9 +80,9 @@ def output_form(asked: ChatRequest) -> dict[str, Any] | None:
         forms.append({"json_object": True} if wanted is None else {"json": wanted})
     if isinstance(asked.tool_choice, ToolChoice):
         name = asked.tool_choice.function.name
-        forms.append({"json": _call_schema([t for t in asked.tools or () if t.function.name == name])})
+        forms.append(_call_form([tool for tool in asked.tools or () if tool.function.name == name]))
     elif asked.tool_choice == "required":
-        forms.append({"json": _call_schema(asked.tools or [])})
+        forms.append(_call_form(asked.tools or []))
     if asked.structured_outputs is not None:
         forms.append(asked.structured_outputs)
     if len(forms) > 1:
@@ -90,7 +90,7 @@ def output_form(asked: ChatRequest) -> dict[str, Any] | None:
     return forms[0] if forms else None
 
 
-def _call_schema(tools: list[Tool]) -> dict[str, Any]:
+def _call_form(tools: list[Tool]) -> dict[str, Any]:
     """Of one call of one of the tools, as Llama 3.1 writes it."""
     calls = [
         {
@@ -104,4 +104,4 @@ def _call_schema(tools: list[Tool]) -> dict[str, Any]:
         }
         for tool in tools
     ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"json": calls[0] if len(calls) == 1 else {"anyOf": calls}, "whitespace_pattern": " ?"}

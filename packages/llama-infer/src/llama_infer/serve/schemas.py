@@ -44,6 +44,12 @@ class Strict(BaseModel):
         return data
 
 
+class Open(BaseModel):
+    """Of what clients send back as they got it, with fields of their own (`parsed`, `annotations`): those say nothing."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     """A last chunk before [DONE] that holds the usage of all."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .schemas import FailFast, SamplingFields, Strict, Usage
+from .schemas import FailFast, Open, SamplingFields, Strict, Usage
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -16,19 +16,18 @@ class TextPart(Strict):
     text: str
 
 
-class FunctionCall(Strict):
+class FunctionCall(Open):
     name: str = Field(max_length=1000)
     arguments: str = Field(description="A JSON object, as text.")
 
 
-class ToolCall(Strict):
+class ToolCall(Open):
     id: str = Field(max_length=1000)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
 
-class Message(Strict):
+class Message(Open):
     """One turn. Content is text, or parts that are text: there are no images or sounds."""
 
     model_config = ConfigDict(title="ChatMessage")
@@ -38,11 +37,6 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], FailFast()] | None = None
     tool_call_id: str | None = Field(None, max_length=1000)
     refusal: str | None = None
-    # an assistant's message of ours or OpenAI's has these, and clients send it back as it came
-    audio: None = None
-    annotations: list[Any] | None = None
-    function_call: None = None
-    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
