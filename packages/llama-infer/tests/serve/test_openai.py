@@ -152,10 +152,8 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, server: Running) -> None:
     assert expected.logprobs is not None
     for token, token_id, entry in zip(whole.content, expected.token_ids, expected.logprobs, strict=True):
         assert token.logprob == pytest.approx(entry[token_id].logprob, abs=1e-5)
-        assert [top.logprob for top in token.top_logprobs] == sorted(
-            (t.logprob for t in token.top_logprobs), reverse=True
-        )
-        assert len(token.top_logprobs) == 2
+        first, second = token.top_logprobs
+        assert first.logprob >= second.logprob
         assert first.token == token.token  # greedy
     joined = b"".join(bytes(token.bytes or ()) for token in whole.content)
     assert joined.decode("utf-8", "replace") == text

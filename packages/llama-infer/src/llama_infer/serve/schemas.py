@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 class Open(BaseModel):
-    """Of what clients send back as they got it, with fields of their own (`parsed`, `annotations`): those say nothing."""
+    """Of what clients send back as they got it, with fields of their own (`parsed`, `annotations`) that say nothing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
