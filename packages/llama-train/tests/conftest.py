@@ -146,3 +146,13 @@ def stop_after() -> Callable[[int, pytest.MonkeyPatch], None]:
         patch.setattr(OneProcess, "step", stepping)
 
     return stop
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as their report; it comes from workers too."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, text in report.user_properties:
+                if name == "kill report" and report.when == "call":
+                    terminalreporter.section(f"kill report: {report.nodeid.rpartition('::')[2]}")
+                    terminalreporter.write_line(str(text))
