@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -64,12 +65,17 @@ class ModelOptions:
     """How many processes share the model: torchrun --nproc-per-node N -m llama_infer … --tensor-parallel-size N."""
     speculative_tokens: int = 0
     """The most tokens to guess ahead from the text itself. The result stays the same; texts that repeat come sooner."""
+    draft: str | None = None
+    """A smaller model with the same tokens that guesses ahead. Greedy results stay the same, drawn ones as likely."""
+    num_speculative_tokens: int | None = None
+    """How many tokens --draft guesses in each step. Default: 4."""
     generation_config: Literal["auto", "off"] = "auto"
     """auto: the model's generation_config.json gives the defaults of the sampling flags."""
 
     def load(self) -> LLM:
         """The model. Raises ValueError where there is none, without the seconds that torch takes to import."""
         path = model_path(self.model)
+        draft = None if self.draft is None else model_path(self.draft)
         from .llm import LLM
 
         # Ranks after the first never come back from LLM(…), and have nothing to show.
@@ -87,6 +93,8 @@ class ModelOptions:
                 quantization=self.quantization,
                 tensor_parallel_size=self.tensor_parallel_size,
                 speculative_tokens=self.speculative_tokens,
+                draft=draft,
+                num_speculative_tokens=self.num_speculative_tokens,
                 generation_config=self.generation_config,
                 progress=tell,
             )
@@ -119,6 +127,9 @@ class SamplingOptions:
     """End before this text; may be given several times."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
+    structured_outputs: str | None = None
+    """The form that the output must have, as JSON: {"json": SCHEMA}, {"regex": "…"}, {"choice": ["…"]},
+    {"grammar": "…"} or {"json_object": true}. Needs the extra `guided`."""
 
     def explicit(self) -> dict[str, Any]:
         """The settings given on the command line, by names of SamplingParams.
@@ -131,5 +142,14 @@ class SamplingOptions:
         given = {
             name: value for name, value in values.items() if value is not None and value is not False and value != ()
         }
+        if "structured_outputs" in given:
+            given["structured_outputs"] = _object("--structured-outputs", given["structured_outputs"])
         SamplingParams(**given)  # a mistake should not wait for the model to load
         return given
+
+
+def _object(flag: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} must be a JSON object: {error}") from None
