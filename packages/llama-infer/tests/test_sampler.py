@@ -173,3 +173,10 @@ def test_one_request_of_nan_leaves_the_others(nan_llm: LLM) -> None:
     assert "the largest logit is nan" in (bad.error or "")
     with pytest.raises(ValueError, match="the largest logit is nan"):
         list(nan_llm.stream([99], params))
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 5e-324}, {"temperature": 5e-324}, {"top_p": 5e-324}])
+def test_the_smallest_settings_are_finite(model: Llama, settings: dict[str, float]) -> None:
+    output = LLM(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4, **settings))[0]  # type: ignore[arg-type]
+    assert output.error is None
+    assert len(output.token_ids) == 4

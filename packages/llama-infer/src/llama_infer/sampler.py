@@ -58,12 +58,15 @@ class Sampler:
         A sequence may have several rows; they are draws after one another. `allowed` is what guided output lets come,
         `proposals` what a draft model has drawn for some of the rows.
         """
-        largest_R = logits_RV.amax(dim=-1)  # NaN if there is one in the row
+        raw_RV = logits_RV
+        largest_R, likeliest_R = logits_RV.max(dim=-1)  # NaN if there is one in the row
         if any(_is_processed(sequence) for sequence in sequences):
             logits_RV = processed(logits_RV, sequences)
         if allowed is not None:
             logits_RV = allowed.mask(logits_RV)
-        if proposals is None:
+        if self.fast and logits_RV is raw_RV and all(sequence.params.temperature == 0 for sequence in sequences):
+            ids_R = likeliest_R
+        elif proposals is None:
             ids_R = self._draw(logits_RV, largest_R, sequences)
         else:
             ids_R = torch.empty(len(sequences), dtype=torch.int64, device=logits_RV.device)
@@ -160,7 +163,8 @@ def processed(logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
         if params.repetition_penalty != 1:
             seen = torch.tensor(sequence.ids, device=row_V.device).unique()
             old = row_V[seen]
-            row_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+            new = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+            row_V[seen] = new.clamp(max=torch.finfo(new.dtype).max)  # 1e-40 is a penalty too, and nobody can draw inf
         if (params.presence_penalty or params.frequency_penalty) and sequence.token_ids:
             ids, counts = torch.tensor(sequence.token_ids, device=row_V.device).unique(return_counts=True)
             row_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
