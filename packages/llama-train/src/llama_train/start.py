@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from llama_core import CheckpointError, LlamaConfig
 from llama_core.checkpoint import EMBEDDING, HEAD, Checkpoint, check, check_tied_head, fill, stored_dtype
-from llama_core.embedded import INSTALL, NAME, find_embedded
 from llama_core.load import open_checkpoint
 from llama_core.lora import draw_adapter
 from llama_parallel.shards import local_part, read_shards
 
 from .config import DataConfig, ModelConfig, TrainConfig
+from .locate import locate
 from .metrics import human
 from .shuffle import mix
 from .world import ALONE, World
@@ -27,22 +26,7 @@ if TYPE_CHECKING:
     from .console import Reporter
     from .trainer import Trainer
 
-EMBEDDED = "embedded"
 _NO_SHAPE = ("start_from", "rope_factor", "preset")
-
-
-def locate(start_from: str) -> str:
-    """The path or hub name behind `model.start_from`.
-
-    Raises:
-        ValueError: the embedded model is wanted and not installed.
-    """
-    if start_from != EMBEDDED:
-        return str(Path(start_from).expanduser()) if start_from.startswith("~") else start_from
-    path = find_embedded()
-    if path is None:
-        raise ValueError(f"model.start_from is {EMBEDDED!r}, and {NAME} is not installed: {INSTALL}")
-    return str(path)
 
 
 def start_shape(config: ModelConfig, sequence_length: int) -> LlamaConfig:
@@ -77,9 +61,8 @@ def start_shape(config: ModelConfig, sequence_length: int) -> LlamaConfig:
 
 def data_of(config: TrainConfig) -> DataConfig:
     """The settings of [data], with the tokenizer of the model to start from where none is named."""
-    if config.model.start_from is None or config.data.tokenizer is not None:
-        return config.data
-    return replace(config.data, tokenizer=locate(config.model.start_from))
+    tokenizer = config.data.tokenizer or config.model.start_from
+    return config.data if tokenizer is None else replace(config.data, tokenizer=locate(tokenizer))
 
 
 def check_vocabulary(config: TrainConfig, shape: LlamaConfig, vocab_size: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama_core import load_tokenizer
+from llama_train.locate import locate
 
 from .encode import Encoded, Encoder, cuts_are_exact
 from .inputs import Input, find_inputs
@@ -94,7 +95,7 @@ def make_shards(
             with other settings or other inputs.
         OSError: the disk is full; the shards that were finished stay.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(locate(config.tokenizer))
     encoder = Encoder(tokenizer, config)
     sources = find_inputs(config)
     folder = Path(config.output)

@@ -15,7 +15,7 @@ class PrepareConfig:
     """Turn text into token shards that `llama-train run` reads. The same command again goes on after a stop."""
 
     tokenizer: str
-    """Folder, tokenizer.json, tokenizer.model or .gguf file of the tokenizer."""
+    """Folder, tokenizer.json, tokenizer.model or .gguf file of the tokenizer, a name on a hub, or "embedded"."""
     output: str
     """Folder for the shards; made if absent."""
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
