@@ -15,6 +15,7 @@ _HELP = """usage: llama-train COMMAND ...
 Train a Llama, on one process or on many.
 
 commands:
+  init RUN.toml     the settings of a new run, every key explained; batch arithmetic and predicted memory
   run CONFIG.toml   train as the file says; flags override its keys
   collect FOLDER    table of all runs below a folder, on the terminal and as CSV
   plot RUN...       curves of runs as a page and a picture, compared by steps, tokens or time
@@ -32,6 +33,7 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 
 # A command is a module of its name with a function `main(arguments) -> exit status`.
 _COMMANDS = {
+    "init": "cli_init",
     "run": "cli_run",
     "collect": "cli_collect",
     "plot": "cli_plot",

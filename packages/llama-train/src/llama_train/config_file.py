@@ -121,15 +121,16 @@ def _dump_section(config: Any, section: str) -> list[str]:
         if is_dataclass(value):
             inner += _dump_section(value, f"{section}.{item.name}" if section else item.name)
         elif value is not None:
-            lines.append(f"{item.name} = {_dump_value(value)}")
+            lines.append(f"{item.name} = {dump_value(value)}")
     if len(lines) == 1 and section:
         lines = []
     return lines + inner
 
 
-def _dump_value(value: Any) -> str:
+def dump_value(value: Any) -> str:
+    """A value as TOML."""
     if isinstance(value, tuple):
-        return "[" + ", ".join(_dump_value(item) for item in value) + "]"
+        return "[" + ", ".join(dump_value(item) for item in value) + "]"
     if isinstance(value, float):
         return repr(value)
     # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
