@@ -12,7 +12,7 @@ import torch
 
 from llama_parallel import Process
 from llama_train import TrainConfig, train
-from llama_train.startup import OutOfMemory, memory_told, resolve_run
+from llama_train.startup import resolve_run
 
 Change = Callable[..., TrainConfig]
 Make = Callable[[], Any]
@@ -30,22 +30,6 @@ def test_more_processes_than_gpus(tiny: TrainConfig, change: Change, monkeypatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started on a host with 1 GPUs"):
         resolve_run(change(tiny, device="cuda", attention="plain"), Process(0, 2, 0))
-
-
-def test_a_model_beyond_memory_is_told_in_a_line(tiny: TrainConfig, change: Change, recorder: Make) -> None:
-    """An address space cannot hold it, so nothing is touched."""
-    huge = change(tiny, **{"model.hidden_size": 2**22, "model.intermediate_size": 2**22, "dtype": "float64"})
-    with pytest.raises(
-        OutOfMemory, match=r"out of memory on cpu \(asked for .*B more\): lower data.micro_batch_size, 4"
-    ):
-        train(huge, recorder())
-
-
-def test_other_errors_pass_through(tiny: TrainConfig) -> None:
-    with pytest.raises(RuntimeError, match="another matter"), memory_told(tiny):
-        raise RuntimeError("another matter")
-    with pytest.raises(OutOfMemory, match=r"out of memory on cpu \(asked for 2.00 GiB more\)"), memory_told(tiny):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of …")
 
 
 def test_held_out_text_without_a_target_is_told_before_training(

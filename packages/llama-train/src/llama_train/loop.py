@@ -22,6 +22,7 @@ from .measuring import Measuring
 from .meter import Meter
 from .metrics import Sinks, StepMetrics
 from .nonfinite import Watch
+from .out_of_memory import memory_told
 from .prefetch import Prefetch
 from .prepare import PreparedData, training_rows
 from .resume import choose_checkpoint
@@ -30,7 +31,7 @@ from .saving import FAILED, Saver
 from .schedule import learning_rate
 from .sinks import open_sinks
 from .start import begin, check_vocabulary
-from .startup import memory_told, prepare_once, resolve_run, tell
+from .startup import prepare_once, resolve_run, tell
 from .state import State
 from .stopping import StopRequest, describe
 from .trainer import OneProcess, Trainer
@@ -80,13 +81,14 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         reporter.silence()
     with (
         enter_world(process, device, config.parallel.timeout) as world,
-        memory_told(config),
+        memory_told(config) as told,
         reporter,
         share_run_folder(config, world) as (folder, changes),
     ):
         reporter.note(f"run        {folder.path}")
         reporter.note(f"attention  {attention}")
         run = _Run(config, folder, prepare_once(config, folder.data, world, reporter), world, reporter)
+        told.trainer = run.trainer
         run.resume(changes)
         with run.open_sinks():
             if not run.steps():

@@ -72,7 +72,7 @@ class OnRanks:
         else:
             model.to_empty(device=world.device)  # `load_start` fills it
         # Taken down now: while FSDP has gathered a parameter, the model shows the gathered one.
-        self.parameters = dict(model.named_parameters())
+        self.shape, self.parameters = shape, dict(model.named_parameters())
         self.optimizer = Optimizer(self.parameters.items(), config.optimizer)
         self._trace: CommTrace | None = None
         if config.trace_comm:

@@ -108,6 +108,11 @@ class Optimizer:
         for parameter in (*self._parameters.values(), *self._trained.values()):
             parameter.grad = None
 
+    def gradients(self) -> list[Tensor]:
+        """Those that are there now, of parameters and of their float32 twins."""
+        holders = {id(p): p for p in (*self._parameters.values(), *self._trained.values())}
+        return [holder.grad for holder in holders.values() if holder.grad is not None]
+
     def state_dict(self) -> dict[str, Tensor]:
         """Moments, step counts and master weights by the names of the parameters: "exp_avg.model.norm.weight", …
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from llama_core import LlamaConfig
+from llama_core import LlamaConfig, load_tokenizer
 from llama_parallel import Process
 from llama_parallel.layout import describe
 
@@ -26,35 +23,6 @@ from .prepare import PreparedData, measuring_batches, prepare
 from .start import data_of
 from .trainer import Trainer
 from .world import World, local_size
-
-
-class OutOfMemory(RuntimeError):
-    """The model or a step does not fit into memory."""
-
-
-@contextmanager
-def memory_told(config: TrainConfig) -> Iterator[None]:
-    """An allocation that fails is told as such, with the settings that lower the need."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        text = str(error)
-        short = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not short and "can't allocate memory" not in text and "not enough memory" not in text:
-            raise
-        size = re.search(r"allocate ([\d.]+ ?\w+)", text)
-        wanted = f" (asked for {_size(size[1])} more)" if size else ""
-        layout = "" if config.device == "cpu" else ", shard the model over more GPUs ([parallel] dp_shard, tp, pp)"
-        raise OutOfMemory(
-            f"out of memory on {config.device}{wanted}: lower data.micro_batch_size, {config.data.micro_batch_size}, "
-            f"or data.sequence_length, {config.data.sequence_length}; set activation_checkpointing to full; "
-            f"or take a smaller model{layout}"
-        ) from error
-
-
-def _size(text: str) -> str:
-    number, unit = re.fullmatch(r"([\d.]+) ?(\w+)", text).groups()  # type: ignore[union-attr]
-    return f"{human(float(number))}B" if unit == "bytes" else text
 
 
 def resolve_run(config: TrainConfig, process: Process) -> tuple[TrainConfig, torch.device, str]:
@@ -95,7 +63,6 @@ def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Repo
     Raises:
         ValueError: as `prepare`; hosts whose own copies of the text differ; held-out text without any target.
     """
-
     settings = data_of(config)
 
     def work() -> PreparedData:
@@ -114,7 +81,8 @@ def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Repo
     first_of_host = world.process.local_rank == 0
     world.all_do(lambda: prepare(settings, folder) if first_of_host else None)
     data = world.all_do(lambda: prepare(settings, folder))
-    digests = world.gather(((data.tokenizer / "tokenizer.json").read_bytes(), len(data.train), len(data.held_out)))
+    fingerprint = load_tokenizer(data.tokenizer).fingerprint
+    digests = world.gather((fingerprint, len(data.train), len(data.held_out)))
     if any(digest != digests[0] for digest in digests):
         raise ValueError(f"hosts have different texts in {folder}: give them the same files, or one shared folder")
     return data

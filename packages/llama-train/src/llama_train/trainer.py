@@ -28,6 +28,9 @@ class Trainer(Protocol):
     """Of the rows of a step this process takes part number `part` of `parts`."""
     rests_in: torch.dtype
     """In which the weights rest."""
+    shape: LlamaConfig
+    parameters: dict[str, nn.Parameter]
+    """All that this process has, frozen ones too."""
     optimizer: Optimizer
 
     def share(self, batch: Batch) -> Batch:
@@ -68,7 +71,8 @@ class OneProcess:
 
     def __init__(self, config: TrainConfig, shape: LlamaConfig, world: World) -> None:
         self.config = config
-        self.model = build_model(shape, config, world.device)
+        self.shape, self.model = shape, build_model(shape, config, world.device)
+        self.parameters = dict(self.model.named_parameters())
         self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
         self.rests_in: torch.dtype = getattr(torch, config.dtype)
 
