@@ -12,7 +12,8 @@ from torch import Tensor
 import llama_kernels
 from llama_core import Llama, generate_naive
 from llama_infer import LLM, SamplingParams
-from llama_infer.quantize import QUANTIZATIONS, quantize_model
+from llama_infer.quantize import quantize_model
+from llama_infer.rounding import QUANTIZATIONS, round_weight
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 ROUND_TRIP = {
@@ -25,11 +26,13 @@ WORST = {"int8": 0.02, "fp8": 0.08, "int4": 0.25}
 
 
 def _int4(weight: Tensor) -> Tensor:
-    """By the formula: the value of q for each input, group by group."""
-    _, scale, minimum = llama_kernels.quantize_int4(weight)
+    """By the formula: the nearest of sixteen values for each input, group by group."""
+    rounded = round_weight(weight, "int4")
+    assert rounded.zero is not None
+    values = (torch.arange(16) - rounded.zero.unsqueeze(2)) * rounded.scale.unsqueeze(2)  # (N, groups, 16)
     grouped = weight.unflatten(1, (-1, 128))
-    q = ((grouped - minimum.unsqueeze(2)) / scale.unsqueeze(2)).round().clamp(0, 15)
-    return (q * scale.unsqueeze(2) + minimum.unsqueeze(2)).flatten(1)
+    nearest = (grouped.unsqueeze(3) - values.unsqueeze(2)).abs().argmin(3)
+    return values.gather(2, nearest).flatten(1)
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)

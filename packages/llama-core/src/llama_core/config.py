@@ -120,10 +120,6 @@ class LlamaConfig:
         model_type = config.get("model_type", "llama")
         if model_type != "llama":
             raise ValueError(f"model_type is {model_type!r}; this library reads 'llama'")
-        if config.get("quantization_config"):
-            raise ValueError(
-                "the checkpoint is quantised (config.json has 'quantization_config'); load an unquantised one"
-            )
         names = {f.name for f in fields(cls)} - {"rope", "extra"}
         known = {key: value for key, value in config.items() if key in names}
         for key in [key for key, value in known.items() if value is None and key not in _NULLABLE]:

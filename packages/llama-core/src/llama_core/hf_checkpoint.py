@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint
+from .compressed_tensors import KEY, rounded_tensors
 from .config import LlamaConfig
 from .errors import CheckpointError, listed
 from .file_bytes import FileBytes
@@ -17,11 +19,26 @@ INDEX = "model.safetensors.index.json"
 
 
 def open_hf(folder: Path) -> Checkpoint:
-    """Read configuration, index and headers of a folder; no weights yet.
+    """Read configuration, index and headers of a folder; no weights yet. Rounded weights are read as numbers.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
     """
+    checkpoint = _open(folder)
+    settings = checkpoint.config.extra.get(KEY)
+    if settings is None:
+        return checkpoint
+    # The model that comes of it is not rounded, so what is said of the file is not said of the model.
+    config = checkpoint.config.replace(extra={k: v for k, v in checkpoint.config.extra.items() if k != KEY})
+    try:
+        tensors = rounded_tensors(settings, checkpoint.tensors, str(folder))
+    except CheckpointError:
+        checkpoint.close()
+        raise
+    return replace(checkpoint, config=config, tensors=tensors)
+
+
+def _open(folder: Path) -> Checkpoint:
     try:
         config = LlamaConfig.from_file(folder)
     except CheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -59,14 +60,22 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
     *,
+    prepare: Callable[[Llama], None] | None = None,
     progress: Progress | None = None,
 ) -> Llama:
-    """`load_model` from a checkpoint that is open and has passed `check`."""
+    """`load_model` from a checkpoint that is open and has passed `check`.
+
+    Args:
+        prepare: called with the model while it has no memory; modules that it replaces with others, weights and all,
+            stay as they are.
+    """
     with torch.device("meta"):
         model = Llama(checkpoint.config, ops)
     model = model.to(dtype or stored_dtype(checkpoint))
+    if prepare is not None:
+        prepare(model)
     # What to_empty does, but with torch.empty: the first empty_like of a meta tensor imports sympy, 0.4 s.
-    model._apply(lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+    model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device) if x.is_meta else x)
     fill(checkpoint, dict(model.named_parameters()), progress)
     if checkpoint.config.tie_word_embeddings:
         check_tied_head(checkpoint, model.get_parameter("model.embed_tokens.weight"))

@@ -48,7 +48,7 @@ def write_safetensors(
         file.write(text)
         for name in order:
             for rows in host_rows(tensors[name], dtype, done):
-                file.write(rows.view(torch.uint8).numpy().data)
+                file.write(rows.flatten().view(torch.uint8).numpy().data)  # flat: (n, 1) may be of odd strides
 
 
 def host_rows(tensor: Tensor, dtype: torch.dtype | None = None, done: Done | None = None) -> Iterator[Tensor]:

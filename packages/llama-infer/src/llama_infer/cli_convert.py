@@ -33,6 +33,9 @@ class Convert:
     """auto: gguf if the target ends in .gguf, else hf."""
     dtype: Literal["auto", "float32", "float16", "bfloat16", "Q8_0", "Q4_0"] = "auto"
     """Type of the written weights; Q8_0 and Q4_0 for GGUF only. auto: the source's (float32 if that is quantised)."""
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Round the weights of the layers to fewer bits, for the format hf: a folder with a quantization_config in
+    compressed-tensors' format, which this and other engines load as it is."""
     rope_factor: float | None = None
     """For a source in Meta's format of Llama 3.1 or later, whose params.json does not say it: 8 for 3.1 and 3.3, 32 for
     3.2."""
@@ -44,6 +47,8 @@ class Convert:
         form = self._format(target)
         if self.dtype in QUANTISED and form != "gguf":
             raise ValueError(f"--dtype {self.dtype} is a type of GGUF; the format is {form}")
+        if self.quantization is not None and form != "hf":
+            raise ValueError(f"--quantization writes Hugging Face's format; the format is {form}")
         if not self.overwrite and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
             raise ValueError(f"{target} is there already; name another target, or add --overwrite")
         from llama_core import CheckpointError, load_model, load_tokenizer, save_model
@@ -60,6 +65,22 @@ class Convert:
         except CheckpointError as error:
             tokenizer = None
             _note(f"the tokenizer is left out: {error}")
+        if self.quantization is not None:
+            from .save_rounded import save_rounded
+
+            with loading_bar("rounding") as tell:
+                save_rounded(
+                    model,
+                    target,
+                    self.quantization,
+                    dtype=torch_dtype,
+                    overwrite=self.overwrite,
+                    generation=_generation(source),
+                    tokenizer=tokenizer,
+                    progress=tell,
+                )
+            print(f"{target}: hf, {self.quantization}, {model.num_parameters():,} parameters")
+            return 0
         with loading_bar("writing") as tell:
             save_model(
                 model,

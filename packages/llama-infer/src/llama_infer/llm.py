@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,8 @@ from .loading import load_for_inference
 from .outputs import RequestOutput, StreamChunk
 from .placement import resolve_device, resolve_dtype
 from .progress import progress_bar
-from .quantize import QUANTIZATIONS
 from .request import Message, Prompt, Request, Requests
+from .rounding import QUANTIZATIONS
 from .sampling_params import SamplingParams
 from .tensor_parallel import lead_or_follow
 
@@ -256,7 +256,9 @@ class LLM:
         listed: list[Any] = [conversations] if single else list(conversations)
         return self._run([(None, self.encode_chat(messages)) for messages in listed], params, show_progress)
 
-    def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None
+    ) -> Generator[StreamChunk, None, None]:
         """Continue one prompt or chat token by token; the chunks' texts joined are the text of `generate`.
 
         What the prompt has in common with earlier ones is not computed again. Close the iterator to end early.
@@ -274,7 +276,7 @@ class LLM:
         """The token ids of a chat, up to where the assistant's turn begins."""
         return self.requests.needs_tokenizer("a chat").encode_chat(list(messages))
 
-    def _chunks(self, request: Request) -> Iterator[StreamChunk]:
+    def _chunks(self, request: Request) -> Generator[StreamChunk, None, None]:
         sequence = request.sequences[0]
         assert sequence.chunks is not None
         steps = self.engine.run([sequence])

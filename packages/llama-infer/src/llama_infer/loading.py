@@ -14,7 +14,7 @@ from llama_core.load import load_checkpoint, open_checkpoint
 
 from .cpu import use_onednn
 from .placement import ops_for
-from .quantize import quantize_model
+from .quantize import place_rounded, quantize_model
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -49,10 +49,21 @@ def load_for_inference(
 
             share = share_of(whole, ranks.axis.size, ranks.axis.rank)
             checkpoint = share_checkpoint(checkpoint, share)
-        model = load_checkpoint(checkpoint, dtype, device, ops_for(device, kernels), progress=progress)
+        found: list[str | None] = []
+        model = load_checkpoint(
+            checkpoint,
+            dtype,
+            device,
+            ops_for(device, kernels),
+            prepare=lambda model: found.append(place_rounded(model, checkpoint, device)),
+            progress=progress,
+        )
     finally:
         checkpoint.close()
-    if quantization is not None:
+    if found != [None]:
+        if quantization not in (None, *found):
+            raise ValueError(f"{path} holds weights of {found[0]}; quantization must be that, got {quantization!r}")
+    elif quantization is not None:
         quantize_model(model, quantization)
     elif kernels == "auto":
         pack_projections(model)

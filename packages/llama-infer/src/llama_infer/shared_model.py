@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from llama_core import Llama, LlamaConfig
 from llama_core.checkpoint import Checkpoint
 from llama_core.model import DecoderLayer
+from llama_core.rounded_tensor import RoundedTensor
 from llama_core.stored_tensor import PartOf, StoredTensor
 from llama_parallel.collectives import Axis, finish, start_all_gather, start_all_reduce
 
@@ -112,6 +113,8 @@ def _part(name: str, stored: StoredTensor, cuts: Mapping[str, tuple[int, range]]
     dim, cut = cuts.get(module.rpartition(".")[2], (None, range(0)))
     if dim is None or (dim == 1 and kind == "bias"):  # norms; the bias of a sum is added once, see below
         return stored
+    if isinstance(stored, RoundedTensor):
+        return stored.part(dim, cut.start, cut.stop)
     return PartOf(stored, dim, cut.start, cut.stop)
 
 
