@@ -15,6 +15,7 @@ from llama_core import Llama, LlamaConfig, init_weights, load_model, load_tokeni
 from llama_parallel.testing import run_ranks
 from llama_train import TrainConfig, train
 from llama_train import locate as locate_module
+from llama_train.cli import main
 from llama_train.config import LoraSettings, ModelConfig, ParallelSettings
 from llama_train.locate import EMBEDDED, locate
 from llama_train.start import data_of, load_start, start_shape
@@ -169,6 +170,35 @@ def test_the_first_loss_is_that_of_the_model(config: TrainConfig, starts: dict[s
         count += int(kept.sum())
     assert result.held_out.tokens == count
     assert result.held_out.loss == pytest.approx(total / count, rel=1e-5)  # float32 sums in another order
+
+
+def test_prepared_chats_and_a_gguf_file_on_two_ranks(
+    config: TrainConfig, starts: dict[str, Path], tmp_path: Path, recorder: Make
+) -> None:
+    """The tokenizer is found to be the one that made the shards; another model's is refused."""
+    record = json.dumps({"prompt": "def f", "completion": "1_0(x): return x"})
+    (tmp_path / "some.jsonl").write_text(f"{record}\n" * 40, encoding="utf-8")
+    folder = tmp_path / "shards"
+    assert main(["prepare", str(tmp_path / "some.jsonl"), "--tokenizer", str(starts["gguf"]), "--output", str(folder),
+                 "--workers", "0"]) == 0  # fmt: skip
+    data = replace(config.data, sources=(str(folder),), packing="best-fit", sequence_length=32)
+    config = replace(from_(config, starts["gguf"]), data=data)
+    alone = train(replace(config, folder=str(tmp_path / "alone")), recorder())
+    shared = replace(config, parallel=ParallelSettings(dp_shard=2), data=replace(data, micro_batch_size=2))
+
+    def work(rank: int) -> float:
+        result = train(shared, recorder())
+        assert result.held_out is not None
+        return result.held_out.loss
+
+    assert alone.held_out is not None
+    assert run_ranks(work, 2, timeout=60) == pytest.approx([alone.held_out.loss] * 2, rel=1e-4)  # float32
+    wrong = replace(config, data=replace(data, tokenizer=str(tmp_path / "alone" / "hf")), folder=str(tmp_path / "no"))
+    assert train(wrong, recorder()).finished  # the same tokenizer, from another place
+    other = train_tokenizer(["other text, other merges " * 30, "and so on, and on"], 270)
+    save_tokenizer(other, tmp_path / "other", 10**30)
+    with pytest.raises(ValueError, match="was made by the tokenizer"):
+        train(replace(wrong, folder=None, name="x", data=replace(data, tokenizer=str(tmp_path / "other"))), recorder())
 
 
 def test_contradictions_name_both(config: TrainConfig, starts: dict[str, Path], recorder: Make) -> None:
