@@ -19,6 +19,7 @@ from .config_model import ModelConfig as ModelConfig
 from .config_optimizer import OptimizerConfig as OptimizerConfig
 from .config_optimizer import ScheduleConfig as ScheduleConfig
 from .config_parallel import ParallelSettings as ParallelSettings
+from .config_profile import ProfileConfig as ProfileConfig
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         usable = bool(self.name) and not set(self.name) & set('/\\:*?"<>|') and self.name not in (".", "..")

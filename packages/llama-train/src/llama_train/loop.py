@@ -17,6 +17,7 @@ from .config import TrainConfig
 from .console import Reporter
 from .evaluate import Evaluation
 from .export import export_run
+from .flight_recorder import flight_recorder
 from .layout_choice import which_process
 from .measuring import Measuring
 from .meter import Meter
@@ -25,8 +26,9 @@ from .nonfinite import Watch
 from .out_of_memory import memory_told
 from .prefetch import Prefetch
 from .prepare import PreparedData, training_rows
+from .profiling import Profiling
 from .resume import choose_checkpoint
-from .run_folder import RunFolder, share_run_folder
+from .run_folder import RunFolder, run_path, share_run_folder
 from .saving import FAILED, Saver
 from .schedule import learning_rate
 from .sinks import open_sinks
@@ -79,8 +81,10 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
     reporter = reporter or Reporter(progress=config.logging.progress)
     if not process.is_main:
         reporter.silence()
+    traces = RunFolder(run_path(config)).traces
     with (
-        enter_world(process, device, config.parallel.timeout) as world,
+        flight_recorder(config.profile.flight_recorder, traces, process) as dump,
+        enter_world(process, device, config.parallel.timeout, dump) as world,
         memory_told(config) as told,
         reporter,
         share_run_folder(config, world) as (folder, changes),
@@ -90,7 +94,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         run = _Run(config, folder, prepare_once(config, folder.data, world, reporter), world, reporter)
         told.trainer = run.trainer
         run.resume(changes)
-        with run.open_sinks():
+        with run.open_sinks(), run.profiling:
             if not run.steps():
                 return TrainResult(folder.path, run.state.done, finished=False, nonfinite=tuple(run.watch.steps))
             return run.finish()
@@ -125,6 +129,7 @@ class _Run:
         self.saved: Checkpoint | None = None
         self.saver = Saver(folder.checkpoints, config.checkpoint, world)
         self.trainer.optimizer.before_update = self.saver.hold_back
+        self.profiling = Profiling(config.profile, folder.traces, world, reporter.note)
         self.sinks = Sinks()
         self.meter = Meter(config, shape, world)
         epochs = config.schedule.total * config.rows_per_step / self.rows.rows_per_epoch
@@ -199,12 +204,14 @@ class _Run:
             batches = data.take(step)
             meter.waited(data.waited)
             rate = learning_rate(step, config.optimizer.learning_rate, config.schedule)
+            self.profiling.before(step)
             result = self.trainer.step(batches, rate, config.optimizer.max_grad_norm)
             signal = agreed()  # the same on all processes, so that all stop after the same step
             if signal == FAILED:
                 self.saver.wait()  # raises what went wrong
             self._tell_saved()
             state.done = step
+            self.profiling.after(step)
             self.reporter.advance(step)
             if result.targets == 0:
                 self.reporter.note(f"warning    step {step} has no token to predict; the weights stay as they are")

@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def traces(self) -> Path:
+        """What [profile] asks for."""
+        return self.path / "traces"
+
+    @property
     def export(self) -> Path:
         """The finished model in Hugging Face's format."""
         return self.path / "hf"

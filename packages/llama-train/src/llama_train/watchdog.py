@@ -44,6 +44,7 @@ class Watchdog:
         store: shared by all processes of the run.
         limit: seconds that a step may take; later ones at least twice as long as the slowest before.
         file: descriptor that gets the stacks.
+        hangs: called when the time is up, before anything is printed.
         end: called when all is said; it does not return.
     """
 
@@ -53,10 +54,12 @@ class Watchdog:
         store: Store,
         limit: float,
         *,
+        hangs: Callable[[], None] = lambda: None,
         file: int = 2,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._process, self._store, self._limit, self._file, self._end = process, store, limit, file, end
+        self._hangs = hangs
         self._slowest = 0.0
         self._what: str | None = None
         self._since = time.monotonic()
@@ -117,6 +120,7 @@ class Watchdog:
                 shared = False
 
     def _speak(self, why: str) -> None:
+        self._hangs()
         rank = f"rank {self._process.rank}: "
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file.fileno(), all_threads=True)

@@ -145,7 +145,9 @@ ALONE = World(Process(), torch.device("cpu"))
 
 
 @contextmanager
-def enter_world(process: Process, device: torch.device, timeout: float) -> Iterator[World]:
+def enter_world(
+    process: Process, device: torch.device, timeout: float, hangs: Callable[[], None] = lambda: None
+) -> Iterator[World]:
     """Join the other processes, and leave them however this ends. Alone, nothing is started.
 
     A default process group that exists already, such as that of forked ranks in a test, is used and left.
@@ -154,6 +156,7 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
         process: of `which_process`.
         device: this process's.
         timeout: seconds for a collective, and for a step, as `Watchdog` has it.
+        hangs: called where that passes, before the process ends.
     """
     if process.world_size == 1:
         yield World(process, device)
@@ -165,7 +168,7 @@ def enter_world(process: Process, device: torch.device, timeout: float) -> Itera
         backend = "nccl" if device.type == "cuda" else "gloo"
         bound = device if device.type == "cuda" else None  # else NCCL guesses the device of its first barrier
         dist.init_process_group(backend, timeout=backend_limit(timeout), device_id=bound)
-    watchdog = Watchdog(process, _store(), timeout)
+    watchdog = Watchdog(process, _store(), timeout, hangs=hangs)
     try:
         control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(control, ProcessGroup)  # only a process outside the group gets something else
