@@ -17,6 +17,7 @@ Train a Llama, on one process or on many.
 commands:
   init RUN.toml     the settings of a new run, every key explained; batch arithmetic and predicted memory
   run CONFIG.toml   train as the file says; flags override its keys
+  submit FOLDER     a Slurm job for every run that has a TOML file there; their states; failed ones again
   collect FOLDER    table of all runs below a folder, on the terminal and as CSV
   plot RUN...       curves of runs as a page and a picture, compared by steps, tokens or time
   export RUN        a checkpoint of a run as a model: Hugging Face's, Meta's or GGUF format, or a LoRA adapter
@@ -35,6 +36,7 @@ Each explains itself: llama-train run --help. On several processes torchrun star
 _COMMANDS = {
     "init": "cli_init",
     "run": "cli_run",
+    "submit": "cli_submit",
     "collect": "cli_collect",
     "plot": "cli_plot",
     "export": "cli_export",
