@@ -75,7 +75,7 @@ def test_a_run_from_text_to_exported_model(tiny: TrainConfig, change: Change, re
         assert part in reporter.text
 
 
-def test_twenty_steps_equal_ten_and_ten_bit_for_bit(
+def test_case_b27_twenty_steps_equal_ten_and_ten_bit_for_bit(
     tiny: TrainConfig, tmp_path: Path, stop_after: Stop, recorder: Make
 ) -> None:
     """Case B27, nanotron#243, runs A, B and C: rates, losses, weights and moments of a resumed run."""
@@ -103,7 +103,7 @@ def test_twenty_steps_equal_ten_and_ten_bit_for_bit(
             assert not name.startswith("optimizer.") or tensor.dtype == torch.float32
 
 
-def test_a_changed_total_is_used_from_the_resumed_step_on(
+def test_case_b27_a_changed_total_is_used_from_the_resumed_step_on(
     tiny: TrainConfig, change: Change, monkeypatch: pytest.MonkeyPatch, stop_after: Stop, recorder: Make
 ) -> None:
     """Case B27, run D."""
