@@ -14,6 +14,7 @@ import tyro
 from .cli_bench import Bench
 from .cli_chat import Chat
 from .cli_convert import Convert
+from .cli_eval import Eval
 from .cli_generate import Generate
 from .cli_inspect import Inspect
 from .cli_serve import Serve
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": Convert,
     "inspect": Inspect,
     "bench": Bench,
+    "eval": Eval,
     "serve": Serve,
 }
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama-infer {version('llama-infer')}")
         return 0
     try:
-        command: Generate | Chat | Convert | Inspect | Bench | Serve = tyro.extras.subcommand_cli_from_dict(
+        command: Generate | Chat | Convert | Inspect | Bench | Eval | Serve = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="llama-infer",
             description="Generate text with Llama models, convert them, and see them work.",
