@@ -72,3 +72,21 @@ def test_a_file_in_the_place_of_the_export_is_told_at_once(tiny: TrainConfig, ch
     with pytest.raises(ValueError, match=r"hf is a file, and the finished model is to be written there"):
         train(tiny, reporter)
     assert reporter.text == ""
+
+
+def test_the_summary_says_what_will_be_done(tiny: TrainConfig, change: Change, recorder: Make) -> None:
+    """Model, memory, batch arithmetic and schedule, worked out by hand for the tiny run."""
+    keys = {"schedule.shape": "wsd", "schedule.cooldown_steps": 5, "data.gradient_accumulation_steps": 2}
+    reporter = recorder()
+    train(change(tiny, **keys), reporter)
+    parameters = 2 * 300 * 16 + 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) + 16
+    found = {line.partition(" ")[0]: line for line in reporter.lines[:12]}
+    assert found["model"] == f"model      {parameters / 1000:.2f}K parameters, float32 on cpu"
+    assert found["batch"].startswith("batch      4 × 16 tokens × 2 = 128 a step; 20 steps = 2.56K tokens, ")
+    expected = "schedule   4 steps of warm-up to 0.001, 11 at that, 5 of cool-down (1-sqrt) to 0.0001"
+    assert found["schedule"] == expected
+    weights = f"{4 * parameters / 1e9:.3g}"
+    optimizer = f"{8 * parameters / 1e9:.3g}"
+    assert (
+        f"GB predicted: weights {weights}, gradients {weights}, optimizer {optimizer}, activations" in found["memory"]
+    )

@@ -206,6 +206,16 @@ def _on_more_gpus(config: TrainConfig, work: Work) -> list[_Choice]:
     return found
 
 
+def predict(config: TrainConfig, trainer: Trainer | None = None) -> Memory:
+    """Peak of the rank that needs most, as the planner sees it.
+
+    Args:
+        config: resolved.
+        trainer: where there is one already.
+    """
+    return _predict(work_of(config, trainer), config)
+
+
 def _predict(work: Work, config: TrainConfig) -> Memory:
     memory = predict_memory(work) if config.device == "cuda" else predict_memory(work, workspace=0.0)
     if config.lora.rank:  # frozen weights have neither; the adapters' are next to nothing

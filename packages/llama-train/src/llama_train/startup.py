@@ -19,6 +19,7 @@ from .fp8 import check_fp8
 from .layout_choice import check_parallel, fill_in, sizes
 from .lora import check_lora
 from .metrics import human
+from .out_of_memory import look_at_card, predict
 from .prepare import PreparedData, measuring_batches, prepare
 from .start import data_of
 from .trainer import Trainer
@@ -91,7 +92,7 @@ def prepare_once(config: TrainConfig, folder: Path, world: World, reporter: Repo
 def tell(
     config: TrainConfig, shape: LlamaConfig, trainer: Trainer, epochs: float, world: World, reporter: Reporter
 ) -> None:
-    """Model, layout, what each rank holds, and the arithmetic of a batch; a collective call."""
+    """Model, layout, predicted memory, the arithmetic of a batch, and the schedule; a collective call."""
     rests = "" if trainer.rests_in == getattr(torch, config.dtype) else ", weights at rest in float32"
     products = ", the layers' products in fp8" if config.fp8 else ""
     reporter.note(
@@ -106,6 +107,7 @@ def tell(
             f"a rank     holds {span} parameters, up to {max(size for _, size in held) / 1e9:.3g} GB with gradients "
             "and moments"
         )
+    reporter.note(f"memory     {_memory(config, trainer)}")
     data, length = config.data, config.data.sequence_length
     per_step, steps = config.rows_per_step * length, config.schedule.total
     ranks = "" if trainer.parts == 1 else f" × {trainer.parts} data-parallel ranks"
@@ -113,6 +115,33 @@ def tell(
         f"batch      {data.micro_batch_size} × {length} tokens × {data.gradient_accumulation_steps}{ranks} "
         f"= {human(per_step)} a step; {steps} steps = {human(steps * per_step)} tokens, {epochs:.2f} epochs"
     )
+    reporter.note(f"schedule   {_schedule(config)}")
+
+
+def _memory(config: TrainConfig, trainer: Trainer) -> str:
+    """The planner's figure for the rank that needs most, and its parts."""
+    predicted = predict(config, trainer)
+    parts = {
+        "weights": predicted.weights,
+        "gradients": predicted.gradients,
+        "optimizer": predicted.optimizer,
+        "activations": predicted.activations,
+        "buffers": predicted.buffers,
+    }
+    told = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size)
+    card = look_at_card(config.device)
+    of = "" if card is None else f" of the card's {card.total / 1e9:.4g} GB"
+    return f"{predicted.total / 1e9:.3g} GB predicted{of}: {told}"
+
+
+def _schedule(config: TrainConfig) -> str:
+    settings, peak = config.schedule, config.optimizer.learning_rate
+    last = settings.final_ratio * peak
+    warmup = f"{settings.warmup_steps} steps of warm-up to {peak:.3g}, "
+    if settings.shape != "wsd":
+        return f"{warmup}then {settings.shape} to {last:.3g}"
+    flat = settings.total - settings.warmup_steps - settings.cooldown_length
+    return f"{warmup}{flat} at that, {settings.cooldown_length} of cool-down ({settings.cooldown}) to {last:.3g}"
 
 
 def _how(config: TrainConfig) -> str:
