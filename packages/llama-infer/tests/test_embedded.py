@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import math
 import sys
 import warnings
@@ -20,7 +21,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 def package_at(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     spec = importlib.machinery.ModuleSpec(embedded.PACKAGE, None, is_package=True)
     spec.submodule_search_locations = [str(folder) for folder in folders]
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: spec if name == embedded.PACKAGE else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == embedded.PACKAGE else None)
 
 
 def test_found_inside_the_package_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_absent_is_one_line_that_says_what_to_install(
     if installed:  # but without a model inside
         package_at(monkeypatch, tmp_path)
     else:
-        monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert embedded.find_embedded() is None
     with pytest.raises(ValueError, match="no --model given") as caught:
         embedded.embedded_model()

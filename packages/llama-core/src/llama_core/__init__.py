@@ -3,17 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .config import LlamaConfig as LlamaConfig
-from .detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
-from .errors import CheckpointError as CheckpointError
-from .generation_config import GenerationConfig as GenerationConfig
-from .generation_config import load_generation_config as load_generation_config
-from .presets import PRESETS as PRESETS
-from .presets import preset as preset
-from .rope_config import RopeConfig as RopeConfig
-from .tokenizer import Tokenizer as Tokenizer
-from .tokenizer import load_tokenizer as load_tokenizer
-
 if TYPE_CHECKING:
     from .attention import Attend as Attend
     from .attention import PackedAttend as PackedAttend
@@ -24,20 +13,29 @@ if TYPE_CHECKING:
     from .attention import positions_from_mask as positions_from_mask
     from .attention import sdpa as sdpa
     from .compile import compile_layers as compile_layers
+    from .config import LlamaConfig as LlamaConfig
+    from .detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
+    from .errors import CheckpointError as CheckpointError
     from .generate import generate_naive as generate_naive
+    from .generation_config import GenerationConfig as GenerationConfig
+    from .generation_config import load_generation_config as load_generation_config
     from .init import init_weights as init_weights
     from .linear import set_linear_product as set_linear_product
     from .load import load_model as load_model
     from .model import Llama as Llama
     from .ops import Ops as Ops
     from .packing import pack_projections as pack_projections
+    from .presets import PRESETS as PRESETS
+    from .presets import preset as preset
     from .recompute import set_activation_checkpointing as set_activation_checkpointing
+    from .rope_config import RopeConfig as RopeConfig
     from .sampling import filter_logits as filter_logits
     from .sampling import sample as sample
     from .save import save_model as save_model
+    from .tokenizer import Tokenizer as Tokenizer
+    from .tokenizer import load_tokenizer as load_tokenizer
 
-# What needs torch, which takes seconds to import, is imported when it is first asked for: whoever only tokenizes, or
-# reads a configuration, does not wait for it.
+# Each is imported when it is first asked for: torch takes seconds, and whoever only tokenizes does not wait for it.
 _LATER = {
     "Attend": "attention",
     "PackedAttend": "attention",
@@ -48,17 +46,27 @@ _LATER = {
     "positions_from_mask": "attention",
     "sdpa": "attention",
     "compile_layers": "compile",
+    "LlamaConfig": "config",
+    "IncrementalDetokenizer": "detokenizer",
+    "CheckpointError": "errors",
     "generate_naive": "generate",
+    "GenerationConfig": "generation_config",
+    "load_generation_config": "generation_config",
     "init_weights": "init",
     "set_linear_product": "linear",
     "load_model": "load",
     "Llama": "model",
     "Ops": "ops",
     "pack_projections": "packing",
+    "PRESETS": "presets",
+    "preset": "presets",
     "set_activation_checkpointing": "recompute",
+    "RopeConfig": "rope_config",
     "filter_logits": "sampling",
     "sample": "sampling",
     "save_model": "save",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "tokenizer",
 }
 
 
