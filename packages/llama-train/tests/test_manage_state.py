@@ -17,8 +17,8 @@ from llama_train.config_file import dump_config
 from llama_train.manage.history import read_history
 from llama_train.manage.run_files import find_runs, find_settings, is_run, last_checkpoint
 from llama_train.manage.run_state import noted_outcome, run_state
-from llama_train.run_folder import open_run_folder
 from llama_train.out_of_memory import OutOfMemory
+from llama_train.run_folder import open_run_folder
 
 
 def _state(run: Path) -> str:

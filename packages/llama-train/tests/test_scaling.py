@@ -42,7 +42,7 @@ def test_the_command_prints_both_kinds_and_draws(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["latency"], "unknown benchmark 'latency'; there is: scaling"),
+        (["latency"], "unknown benchmark 'latency'; there is: scaling, sweep"),
         (["scaling", "--dimension", "pp", "--layers", "1"], "1 layers are fewer than pp 2"),
         (["scaling", "--plot", "x.png"], "the name of an .svg file"),
     ],

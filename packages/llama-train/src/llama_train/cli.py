@@ -24,6 +24,7 @@ commands:
   prepare INPUT...  text, JSON lines, Parquet or a data set to token shards, on all cores, resumable
   parity            does a layout of processes train the same model as one? largest differences of a small run
   plan              which layout of so many GPUs to train a model with: memory, communication, time; needs no GPU
+  bench sweep       the fastest layout and batch size on this machine, measured case by case
   bench scaling     speed-up and efficiency over numbers of processes, strong and weak
 
 Each explains itself: llama-train run --help. On several processes torchrun starts them:

@@ -1,4 +1,4 @@
-"""`llama-train bench scaling`."""
+"""`llama-train bench scaling` and `llama-train bench sweep`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Literal
 import tyro
 
 from .config_checks import finite_and, require
+
+_HELP = """usage: llama-train bench {sweep,scaling} ...
+
+sweep BASE   speed, MFU and memory of layouts and batch sizes on this machine; BASE is a TOML file or a preset
+scaling      speed-up and efficiency over numbers of processes, strong and weak
+
+Each explains itself: llama-train bench sweep --help
+"""
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,15 @@ class ScalingConfig:
 def main(arguments: list[str]) -> int:
     """Measure and print."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: llama-train bench scaling [-h] [OPTIONS]\n\nscaling   speed-up and efficiency over processes")
+        print(_HELP, end="")
         return 0 if arguments else 2
     kind, *rest = arguments
+    if kind == "sweep":
+        from .cli_bench_sweep import main as sweep
+
+        return sweep(rest)
     if kind != "scaling":
-        raise ValueError(f"unknown benchmark {kind!r}; there is: scaling")
+        raise ValueError(f"unknown benchmark {kind!r}; there is: scaling, sweep")
     config = tyro.cli(ScalingConfig, args=rest, prog="llama-train bench scaling")
 
     from llama_core import LlamaConfig
