@@ -216,6 +216,21 @@ def test_rollback_before_the_first_checkpoint_and_too_often(
         train(again, recorder())
 
 
+def test_a_branch_has_something_to_go_back_to(
+    tiny: TrainConfig, change: Change, tmp_path: Path, recorder: Make
+) -> None:
+    """Before its own first checkpoint, the one it began with: the other run's folder may be gone by then."""
+    trunk = change(tiny, **{"schedule.steps": 5})
+    train(trunk, recorder())
+    keys = {"optimizer.on_nonfinite": "rollback", "schedule.steps": 8}
+    branch = change(trunk, folder=str(tmp_path / "branch"), resume_from=str(trunk.folder), **keys)
+    reporter = recorder()
+    with poisoned({2}):
+        result = train(branch, reporter)
+    assert (result.step, result.nonfinite) == (8, (7,))
+    assert "rollback   to step 5; the rows of the steps up to 7 are passed over" in reporter.text
+
+
 def test_ranks_roll_back_together(tiny: TrainConfig, change: Change, recorder: Make) -> None:
     keys = {
         "optimizer.on_nonfinite": "rollback",

@@ -173,7 +173,8 @@ class _Run:
         signal = 0
         self.reporter.start(state.done, last)
         with StopRequest() as stop, self.saver as saver:
-            if self.saved is None and self.config.optimizer.on_nonfinite == "rollback":
+            own = self.saved is not None and self.saved.path.parent == self.folder.checkpoints
+            if not own and self.config.optimizer.on_nonfinite == "rollback":
                 self._save()  # something to go back to
             while state.done < last and not signal:  # once, and again after each rollback
                 with Prefetch(self.batches, state.done + 1, last, self.world.device) as data:
@@ -217,18 +218,14 @@ class _Run:
                 self.reporter.note(f"warning    step {step} has no token to predict; the weights stay as they are")
             self.watch.add(step, result)
 
-            def due(every: int, step: int = step) -> bool:
-                return every > 0 and step % every == 0 and step < last
-
-            evaluates, samples, saves = map(
-                due, (config.evaluation.every, config.evaluation.sample_every, config.checkpoint.every)
-            )
             shows = step % config.logging.every == 0 or step in (1, last)
-            ends = step == last or signal != 0
+            evaluates, samples, saves = (
+                every > 0 and step % every == 0 and step < last
+                for every in (config.evaluation.every, config.evaluation.sample_every, config.checkpoint.every)
+            )
             # Reading a number waits for the GPU, so it is done only where there is something to show or keep.
-            if (
-                shows or evaluates or samples or saves or ends or self.world.device.type == "cpu"
-            ) and self._rolls_back():
+            reads = shows or evaluates or samples or saves or step == last or signal or self.world.device.type == "cpu"
+            if reads and self._rolls_back():
                 return signal
             if shows:
                 self._show(meter.measure(step, result, rate, len(self.watch.steps)))
@@ -236,9 +233,9 @@ class _Run:
                 self.world.rest()
             with meter.pause():
                 if evaluates:
-                    self.measuring.evaluate(self.state.done, self.sinks)
+                    self.measuring.evaluate(step, self.sinks)
                 if samples:
-                    self.measuring.sample(self.state.done, self.sinks)
+                    self.measuring.sample(step, self.sinks)
                 if saves:
                     self._save()
         return signal
