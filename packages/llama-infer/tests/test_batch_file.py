@@ -88,7 +88,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"messages": ["a"]}, "messages must be a list of objects"),
     ({"prompt": ""}, "is empty; at least 1 token is needed"),
     ({"prompt_token_ids": []}, "is empty; at least 1 token is needed"),
-    ({"prompt_token_ids": [5, 272]}, "holds 272; token ids are Python integers from 0 to 271"),
+    ({"prompt_token_ids": [5, 259]}, "holds 259; token ids are Python integers from 0 to 258"),
     ({"prompt_token_ids": [True]}, "holds True"),
     ({"prompt": "x" * 200}, "201 tokens; the context is 64, so a prompt may have at most 63"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1, got 0"),

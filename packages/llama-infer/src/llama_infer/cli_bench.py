@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .cli_options import model_path
+from .cli_options import ModelOptions, model_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,38 +21,89 @@ if TYPE_CHECKING:
 PROMPT = "The answer to the ultimate question of life, the universe, and everything is"
 CLAIMS = {"one": "2.3 ms", "all": "4.1 ms for 32", "memory": "40% less", "engine": "3.2 ×"}
 """Of the article that inspired this, on hardware it does not name."""
+INSTALL = 'pip install "llama-infer[bench]"'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure on this machine, and put the numbers beside what is claimed elsewhere.
+class Bench(ModelOptions):
+    """Measure on this machine: latency and throughput of a model, beside what the device can do at best.
 
-    --heads: the attention of one layer with one head, a loop over all heads, and all heads at once; with as many
-    key/value heads, grouped ones and a single one; and generation by the engine against a loop without a cache.
+    Every --batch-sizes with every --prompt-lengths: the time to the first token, the step, tokens per second, and the
+    share of the roof, which is the arithmetic at the device's own matrix rate or the bytes to read at its copy rate,
+    whichever takes longer. Both rates are measured first.
+
+    --heads instead: the attention of one layer with one head, a loop over all heads, and all heads at once; with as
+    many key/value heads, grouped ones and a single one; and generation by the engine against a loop without a cache.
     """
 
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    """Sequences that generate at once."""
+    prompt_lengths: tuple[int, ...] = (128, 512)
+    """Tokens of each prompt."""
+    max_tokens: int | None = None
+    """New tokens to generate. Default: 64, and 24 with --heads."""
+    json: Path | None = None
+    """Write the numbers to this file."""
+    png: Path | None = None
+    """Draw them into this file; needs the extra `bench`."""
     heads: bool = False
     """Measure heads."""
     shape: str = "llama-3-8b"
-    """Whose layer: a preset of llama_core."""
+    """With --heads: whose layer, a preset of llama_core."""
     tokens: int = 128
-    """Tokens of the sequence."""
+    """With --heads: tokens of the sequence."""
     tp: int = 4
-    """Tensor-parallel ranks in the columns of what each holds and sends."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the layer."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure. auto: a GPU if there is one."""
-    model: str | None = None
-    """What the engine and the loop generate with. Default: the embedded SmolLM2-135M-Instruct."""
-    max_tokens: int = 24
-    """New tokens they generate."""
+    """With --heads: tensor-parallel ranks in the columns of what each holds and sends."""
 
     def run(self) -> int:
-        if not self.heads:
-            raise ValueError("nothing to measure; give --heads")
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+        return self._heads(self.max_tokens or 24) if self.heads else self._engine(self.max_tokens or 64)
+
+    def _engine(self, new: int) -> int:
+        for name in ("batch_sizes", "prompt_lengths"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be numbers of at least 1, got {getattr(self, name)}")
+        if new < 2:
+            raise ValueError(f"--max-tokens is {new}; it must be at least 2, for a step after the first token")
+        for path in (self.json, self.png):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{path}: there is no folder {path.parent}")
+        if self.png is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"--png needs matplotlib: {INSTALL}")
+        fitting = dataclasses.replace(
+            self,
+            max_num_seqs=self.max_num_seqs or max(self.batch_sizes),
+            max_model_len=self.max_model_len or max(self.prompt_lengths) + new,
+        )
+        llm = fitting.load()
+        from rich.console import Console
+
+        from .bench_report import device_name, print_table, told_rates, write_json, write_picture
+        from .device_rates import measure_rates
+        from .embedded import NAME
+        from .engine_bench import bench_engine
+
+        weight = next(llm.model.parameters())
+        rates = measure_rates(weight.device, weight.dtype)
+        device = device_name(weight.device)
+        about = {
+            "model": NAME if self.model is None else self.model,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
+            "device": device,
+        }
+        points = bench_engine(llm, rates, self.batch_sizes, self.prompt_lengths, new)
+        title = ", ".join(str(value) for value in about.values() if value)
+        print_table(points, f"{title}: {new} new tokens each", Console(file=sys.stdout))
+        print(told_rates(rates))
+        if self.json is not None:
+            write_json(self.json, points, rates, about)
+        if self.png is not None:
+            write_picture(self.png, points, f"{title}\n{told_rates(rates)}")
+        return 0
+
+    def _heads(self, max_tokens: int) -> int:
         path = model_path(self.model)
         from rich.console import Console
 
@@ -58,15 +112,15 @@ class Bench:
         from .heads_bench import bench_heads
         from .placement import DTYPES, resolve_device
 
-        device = resolve_device(self.device)
-        rows = bench_heads(preset(self.shape), tokens=self.tokens, tp=self.tp, dtype=DTYPES[self.dtype], device=device)
+        device, dtype = resolve_device(self.device), "float32" if self.dtype == "auto" else self.dtype
+        rows = bench_heads(preset(self.shape), tokens=self.tokens, tp=self.tp, dtype=DTYPES[dtype], device=device)
         console = Console(file=sys.stdout)
-        what = f"attention of one {self.shape} layer, {self.tokens} tokens, {self.dtype} on {device}"
+        what = f"attention of one {self.shape} layer, {self.tokens} tokens, {dtype} on {device}"
         _print_rows(rows, what, self.tp, console)
-        naive, engine, same = engine_over_naive(str(path), str(device), self.max_tokens)
+        naive, engine, same = engine_over_naive(str(path), str(device), max_tokens)
         _print_claims(rows, naive / engine, console)
         ids = "the same ids" if same else "OTHER ids"
-        print(f"{self.max_tokens} greedy tokens of {path.name}: naive {naive:.2f} s, engine {engine:.2f} s, {ids}")
+        print(f"{max_tokens} greedy tokens of {path.name}: naive {naive:.2f} s, engine {engine:.2f} s, {ids}")
         return 0
 
 

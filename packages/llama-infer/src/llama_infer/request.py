@@ -62,10 +62,12 @@ class Requests:
             return None, self.needs_tokenizer("a chat").encode_chat(list(prompt))  # type: ignore[arg-type]
         if not isinstance(prompt, Iterable):
             raise ValueError(f"prompt {index} is {prompt!r}; a text or a list of token ids is wanted")
+        # A model may have more rows than its tokenizer has tokens, or fewer; those have no text, or no meaning.
+        known = self.vocab_size if self.tokenizer is None else min(self.vocab_size, self.tokenizer.vocab_size)
         for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < known:
                 raise ValueError(
-                    f"prompt {index} holds {token_id!r}; token ids are Python integers from 0 to {self.vocab_size - 1}"
+                    f"prompt {index} holds {token_id!r}; token ids are Python integers from 0 to {known - 1}"
                 )
         return None, list(prompt)  # type: ignore[arg-type]
 
