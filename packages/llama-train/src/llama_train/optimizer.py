@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from .kernel_update import KernelUpdate
 
 
 class Optimizer:
@@ -22,9 +26,12 @@ class Optimizer:
     Args:
         named_parameters: as of `model.named_parameters()`; shared parameters come once.
         config: betas, eps, weight decay.
+        kernels: update with llama_kernels where they can serve all parameters. The state is the same.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, kernels: bool = False
+    ) -> None:
         self._parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         if not self._parameters:
             raise ValueError("the model has no parameter to train")
@@ -42,6 +49,11 @@ class Optimizer:
             eps=config.eps,
             fused=all(parameter.device.type in ("cpu", "cuda") for parameter in self._trained.values()),
         )
+        self._kernels: KernelUpdate | None = None
+        if kernels:
+            from .kernel_update import KernelUpdate  # here: a CPU run needs no Triton
+
+            self._kernels = KernelUpdate.of(self._parameters, self._trained)
 
     @staticmethod
     def _twin(parameter: nn.Parameter, config: OptimizerConfig) -> nn.Parameter:
@@ -56,6 +68,9 @@ class Optimizer:
     @torch.no_grad()
     def collect(self) -> None:
         """Move the gradients of a micro-batch into the float32 sums. Without master weights they are there already."""
+        if self._kernels is not None:
+            self._kernels.collect()
+            return
         for parameter, twin in self._twins():
             if parameter.grad is None:
                 continue
@@ -67,10 +82,14 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them); the norm before.
+        """Scale all gradients so that their joint norm is at most `max_norm` (0: leave them); the norm before. With
+        kernels it is `step` that scales them.
 
         `norms` then holds that of each gradient.
         """
+        if self._kernels is not None:
+            self.norms, norm = self._kernels.clip(max_norm)
+            return norm
         gradients = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         norms = torch._foreach_norm(list(gradients.values()))
         self.norms = dict(zip(gradients, norms, strict=True))
@@ -92,9 +111,13 @@ class Optimizer:
         self._adamw.found_inf = skip  # type: ignore[attr-defined]
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        self._adamw.step()
-        torch.autograd.graph.increment_version(self._trained.values())  # the fused kernel leaves this out (torch 2.15)
-        self.publish()
+        if self._kernels is not None:
+            for group in self._adamw.param_groups:
+                self._kernels.step(group, [self._moments(parameter) for parameter in group["params"]], skip)
+        else:
+            self._adamw.step()
+            torch.autograd.graph.increment_version(self._trained.values())  # which the fused kernel leaves out
+            self.publish()
         self.zero_grad()
 
     @torch.no_grad()
@@ -105,6 +128,8 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
+        if self._kernels is not None:
+            self._kernels.forget()
         for parameter in (*self._parameters.values(), *self._trained.values()):
             parameter.grad = None
 

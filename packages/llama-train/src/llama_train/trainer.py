@@ -73,7 +73,8 @@ class OneProcess:
         self.config = config
         self.shape, self.model = shape, build_model(shape, config, world.device)
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
+        kernels = config.kernels == "auto" and world.device.type == "cuda"
+        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, kernels)
         self.rests_in: torch.dtype = getattr(torch, config.dtype)
 
     def share(self, batch: Batch) -> Batch:
