@@ -10,8 +10,8 @@ group is a process of its own, so that each begins with an empty GPU; within one
 
 Rivals are transformers' LlamaForCausalLM with torch's fused AdamW: as it is; with each layer compiled and cuDNN's
 attention (the fastest combination here); with Liger's kernels, where they can be imported; and our own model in plain
-torch. All train in bfloat16 throughout, on random tokens, without clipping. picotron cannot be run without flash-attn 2;
-its figure is that of an earlier run on the same kind of machine (54.3% MFU, 54.6 GB).
+torch. All train in bfloat16 throughout, on random tokens, without clipping. picotron needs flash-attn 2, which comes
+without wheels; its figure is that of an earlier run on the same kind of machine (54.3% MFU, 54.6 GB).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from gpu_timing import commit
 from train_works import GROUPS, run_group
 
-TIMEOUTS = {"smol": 170, "8b": 200, "long": 130, "loop": 90, "learn": 120}
+TIMEOUTS = {"smol": 120, "8b": 110, "long": 110, "loop": 100, "learn": 100}
 
 
 def main() -> None:
@@ -46,14 +46,15 @@ def main() -> None:
     if arguments.group:
         run_group(arguments.group, arguments.seconds, arguments.tiny, arguments.profile, skip, say)
         return
-    results, started = [], time.monotonic()
+    results: list[dict[str, object]] = []
+    started = time.monotonic()
     for group in arguments.only.split(","):
         if group not in GROUPS:
             parser.error(f"--only {group!r}: choose from {', '.join(GROUPS)}")
         results += in_own_process(group, sys.argv[1:], TIMEOUTS[group])
+        if arguments.out:
+            Path(arguments.out, "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(report(results, time.monotonic() - started))
-    if arguments.out:
-        Path(arguments.out, "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 def say(kind: str, value: object) -> None:
@@ -70,8 +71,7 @@ def in_own_process(group: str, arguments: list[str], timeout: float) -> list[dic
         for line in process.stdout:
             if line.startswith("RESULT "):
                 found.append({"group": group, **json.loads(line.removeprefix("RESULT "))})
-            else:
-                print(line, end="", flush=True)
+            print(line, end="", flush=True)
             if time.monotonic() - started > timeout:  # looked at between works: each prints
                 process.kill()
                 print(f"group {group}: stopped after {timeout} s", flush=True)

@@ -131,6 +131,8 @@ def test_errors():
         fp8_matmuls(torch.randn(2, 16), [torch.randn(16, 16), torch.randn(16, 32)])
 
 
+# Dynamo of torch 2.11 looks at .grad of tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_25_compiles_whole(device):
     x = torch.randn(5, 32, device=device).bfloat16().requires_grad_()
     weight = torch.randn(16, 32, device=device).bfloat16().requires_grad_()

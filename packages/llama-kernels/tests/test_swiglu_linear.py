@@ -58,7 +58,8 @@ def test_20_gradient_of_stride_0_and_16_a_second_backward(device):
     y = swiglu_linear(*inputs)
     first = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
     second = torch.autograd.grad(y, inputs, torch.ones_like(y))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # cuBLAS takes other products for other strides
 
 
 def test_27_zero_rows(device):
@@ -68,6 +69,8 @@ def test_27_zero_rows(device):
     assert weight.grad.abs().max() == 0
 
 
+# Dynamo of torch 2.11 looks at .grad of tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_25_compiles_whole(device):
     inputs = tensors((3, 64), 16, torch.float32, device)
     compiled = torch.compile(swiglu_linear, fullgraph=True, backend="aot_eager")
