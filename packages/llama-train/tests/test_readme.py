@@ -51,7 +51,24 @@ def test_the_file_shown_is_the_example() -> None:
 def test_every_command_is_run_below() -> None:
     programs = ("llama-train", "llama-infer", "torchrun", "accelerate")
     assert {line.split()[0] for line in COMMANDS} == set(programs)
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 17
+
+
+BRANCHES = [line for line in COMMANDS if "--schedule.shape wsd" in line]
+
+
+def test_commands_of_a_branch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shortened two hundredfold."""
+    short = ["--schedule.warmup-steps", "1", "--checkpoint.every", "4", "--data.source", "my-text"]
+    short += ["--data.vocab-size", "1024", "--evaluation.sample-tokens", "1", "--evaluation.max-tokens", "500"]
+    trunk, branch = BRANCHES
+    assert main([*shlex.split(trunk)[1:], *short, "--schedule.steps", "8"]) == 0
+    branch = branch.replace("00000800", "00000004").replace("1000", "5").replace("200", "1")
+    capsys.readouterr()
+    assert main([*shlex.split(branch)[1:], *short]) == 0
+    out = capsys.readouterr().out
+    assert "resumed    step 4, from runs/trunk/checkpoints/step-00000004" in out
+    assert "step 5/5" in out
 
 
 SHARDS = [line for line in COMMANDS if "prepare " in line or "--data.sources" in line]
@@ -70,7 +87,7 @@ def test_commands_of_prepared_shards(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "command", [line for line in COMMANDS if line.startswith("llama-train") and line not in SHARDS]
+    "command", [line for line in COMMANDS if line.startswith("llama-train") and line not in SHARDS + BRANCHES]
 )
 def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: the ways to start the program have tests of their own in test_cli and test_torchrun."""
@@ -129,9 +146,18 @@ def test_python_example(folder: Path, change: Callable[..., TrainConfig], capsys
 
 @pytest.mark.slow
 def test_the_quickstart_in_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Issue 2: held-out loss under 54% of ln(vocabulary); then the model that was written continues a line."""
-    assert main(["run", "quickstart.toml"]) == 0
+    """Issue 2: held-out loss under 54% of ln(vocabulary); then the model that was written continues a line.
+
+    The loss curve is the golden one: means of 200 steps, over the library of Python 3.11. A mean of 200 losses that
+    scatter by 0.2 is good to 0.4%; another Python's library differs in some of its files. 3% holds both, and a run
+    whose moments, data order or schedule are wrong does not stay within it (test_golden has the fine comparison).
+    """
+    assert main(["run", "quickstart.toml", "--logging.every", "1"]) == 0
     output = capsys.readouterr().out
+    lines = (folder / "runs" / "quickstart" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    means = [sum(losses[first : first + 200]) / 200 for first in range(0, 1600, 200)]
+    assert means == pytest.approx([6.037, 4.845, 4.410, 4.140, 3.920, 3.793, 3.685, 3.618], rel=0.03)
     share = re.search(r"([\d.]+)% of ln\(2048\)", output)
     assert share is not None
     assert float(share[1]) < 54.0
