@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,12 +81,61 @@ def test_a_mistake_is_told_once_by_one_of_the_processes(config_file: Path, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_accelerate_launch(config_file: Path, tmp_path: Path) -> None:
-    launch = [SCRIPTS / "accelerate", "launch", "--multi_gpu", "--num_machines", 1, "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--num_processes", 2, "-m", "llama_train"]
-    process = _start([*launch, "run", config_file, "--parallel.tp", 2, "--device", "cpu"])
+LAUNCH = ["launch", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", 2]
+TORCHRUN = [SCRIPTS / "torchrun", "--nproc-per-node", 2]
+ACCELERATE = [SCRIPTS / "accelerate", *LAUNCH, "--multi_gpu"]  # torchrun's launcher, which needs no GPU either
+CONSOLE = SCRIPTS / "llama-train"
+
+
+@pytest.mark.parametrize(
+    "starter",
+    [
+        [*TORCHRUN, "-m", "llama_train"],
+        [*TORCHRUN, "--no-python", CONSOLE],
+        [*ACCELERATE, "-m", "llama_train"],
+        [*ACCELERATE, "--no_python", CONSOLE],
+    ],
+    ids=["torchrun -m", "torchrun --no-python", "accelerate -m", "accelerate console"],
+)
+def test_two_ranks_on_a_cpu(starter: list[object], config_file: Path, tmp_path: Path) -> None:
+    process = _start([*starter, "run", config_file, "--parallel.tp", 2, "--device", "cpu"])
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "layout     tp 2: 2 processes" in output
+    assert output.count("step 3/3") == 1
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+# A rank that dies once, in the middle of a step, as if its host had gone.
+MORTAL = """
+import os, signal, sys
+from llama_train import loop
+from llama_train.cli import main
+
+rate = loop.learning_rate
+def mortal(step, *rest):
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rate(step, *rest)
+
+loop.learning_rate = mortal
+sys.exit(main())
+"""
+
+
+def test_a_rank_that_dies_is_restarted_and_the_run_goes_on_by_itself(
+    tiny: TrainConfig, tmp_path: Path, change: Callable[..., TrainConfig]
+) -> None:
+    """torchrun ends the other rank and starts both again; they take up the newest checkpoint."""
+    base = change(tiny, **{"schedule.steps": 8, "checkpoint.every": 2, "data.micro_batch_size": 2})
+    (tmp_path / "mortal.py").write_text(MORTAL, encoding="utf-8")
+    path = tmp_path / "tiny.toml"
+    path.write_text(dump_config(base), encoding="utf-8")
+    process = _start([*TORCHRUN, "--max-restarts", 1, tmp_path / "mortal.py", "run", path])
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    # the save of step 4 may have been under way beside step 5 when the rank died in step 6
+    (resumed,) = [line for line in output.splitlines() if line.startswith("resumed ")]
+    assert resumed.split()[2] in ("2,", "4,")
+    assert output.count("step 8/8") == 1
+    assert len(_losses(tmp_path / "run")) == 8

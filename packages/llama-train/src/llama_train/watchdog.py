@@ -7,6 +7,7 @@ word in the store that all processes share; every thread that reads it prints th
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import tempfile
@@ -87,10 +88,8 @@ class Watchdog:
 
     def tell(self, why: str) -> None:
         """Let every other process print its stacks and end."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the host of the store is gone
             self._store.set(_HUNG, f"rank {self._process.rank} {why}")
-        except RuntimeError:  # the host of the store is gone
-            pass
 
     def close(self) -> None:
         """No more looks."""

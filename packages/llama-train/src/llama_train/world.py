@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -167,7 +167,9 @@ def enter_world(
     if ours:
         backend = "nccl" if device.type == "cuda" else "gloo"
         bound = device if device.type == "cuda" else None  # else NCCL guesses the device of its first barrier
-        dist.init_process_group(backend, timeout=backend_limit(timeout), device_id=bound)
+        dist.init_process_group(
+            backend, timeout=backend_limit(timeout), device_id=bound, **restarted_store(process, timeout)
+        )
     watchdog = Watchdog(process, _store(), timeout, hangs=hangs)
     try:
         control = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -196,6 +198,28 @@ def enter_world(
 def _store() -> Any:
     """Of torch.distributed, shared by all processes."""
     return dist.distributed_c10d._get_default_store()
+
+
+def restarted_store(process: Process, timeout: float, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What `init_process_group` needs besides, where torchrun has started the processes again; else nothing.
+
+    Without --standalone or --rdzv-backend, all starts share one store, and there torch would find the addresses of the
+    processes that are gone: each further start writes under a name of its own.
+    """
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return {}
+    by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    untyped: Any = dist
+    store = untyped.TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        process.world_size,
+        is_master=not by_agent and process.is_main,
+        timeout=backend_limit(timeout),
+    )
+    own = untyped.PrefixStore(f"llama-train/start-{attempt}", store)
+    return {"store": own, "rank": process.rank, "world_size": process.world_size}
 
 
 def lost_another(error: BaseException) -> bool:
