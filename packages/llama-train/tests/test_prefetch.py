@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from llama_parallel.testing import RankError, run_ranks
 from llama_train import TrainConfig, train
 from llama_train.batches import Batch, TrainingRows
 from llama_train.cli import main
@@ -113,3 +114,25 @@ def test_a_shard_that_was_damaged_ends_the_run_with_its_name(
     sources = {"data.sources": (str(tmp_path / "a"),), "data.held_out": str(tmp_path / "b")}
     with pytest.raises(ValueError, match=r"is damaged: it holds id 300, the vocabulary 300"):
         train(change(tiny, **sources), recorder())
+
+
+def test_a_rank_whose_rows_cannot_be_read_tells_it_and_ends_all(
+    tiny: TrainConfig, recorder: Make, change: Callable[..., TrainConfig]
+) -> None:
+    """A bad disk of one host: its message comes first, and nobody hangs in a collective."""
+    config = change(tiny, **{"data.micro_batch_size": 2})
+
+    def work(rank: int) -> None:
+        original = TrainingRows.rows
+
+        def rows(self: TrainingRows, first: int, count: int) -> Batch:
+            if torch.distributed.get_rank() == 1 and first >= 12:
+                raise ValueError("train.npy cannot be read: bad disk")
+            return original(self, first, count)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TrainingRows, "rows", rows)
+            train(config, recorder())
+
+    with pytest.raises(RankError, match=r"train\.npy cannot be read: bad disk"):
+        run_ranks(work, 2, timeout=60)

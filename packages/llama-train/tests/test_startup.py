@@ -77,14 +77,16 @@ def test_a_file_in_the_place_of_the_export_is_told_at_once(tiny: TrainConfig, ch
 def test_the_summary_says_what_will_be_done(tiny: TrainConfig, change: Change, recorder: Make) -> None:
     """Model, memory, batch arithmetic and schedule, worked out by hand for the tiny run."""
     keys = {"schedule.shape": "wsd", "schedule.cooldown_steps": 5, "data.gradient_accumulation_steps": 2}
+    keys["optimizer.z_loss"] = 1e-4
     reporter = recorder()
     train(change(tiny, **keys), reporter)
     parameters = 2 * 300 * 16 + 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) + 16
-    found = {line.partition(" ")[0]: line for line in reporter.lines[:12]}
+    found = {line.partition(" ")[0]: line for line in reporter.lines if not line.startswith("step")}
     assert found["model"] == f"model      {parameters / 1000:.2f}K parameters, float32 on cpu"
     assert found["batch"].startswith("batch      4 × 16 tokens × 2 = 128 a step; 20 steps = 2.56K tokens, ")
     expected = "schedule   4 steps of warm-up to 0.001, 11 at that, 5 of cool-down (1-sqrt) to 0.0001"
     assert found["schedule"] == expected
+    assert found["loss"] == "loss       cross-entropy + 0.0001 log²Z; held out, cross-entropy alone"
     weights = f"{4 * parameters / 1e9:.3g}"
     optimizer = f"{8 * parameters / 1e9:.3g}"
     assert (

@@ -116,6 +116,8 @@ def tell(
         f"= {human(per_step)} a step; {steps} steps = {human(steps * per_step)} tokens, {epochs:.2f} epochs"
     )
     reporter.note(f"schedule   {_schedule(config)}")
+    if config.optimizer.z_loss:
+        reporter.note(f"loss       cross-entropy + {config.optimizer.z_loss:g} log²Z; held out, cross-entropy alone")
 
 
 def _memory(config: TrainConfig, trainer: Trainer) -> str:
