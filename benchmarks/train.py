@@ -35,14 +35,16 @@ def main() -> None:
     """Run the groups one after the other and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, separated by commas")
-    parser.add_argument("--skip", default="", help="works by name, separated by commas")
+    parser.add_argument(
+        "--skip", default="", help='programs, separated by semicolons: "transformers; 8b: transformers, Liger"'
+    )
     parser.add_argument("--seconds", type=float, default=2.5, help="of timed steps of each work")
     parser.add_argument("--profile", action="store_true", help="print where our steps spend their time")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on a CPU where there is no GPU")
     parser.add_argument("--out", help="folder for results.json")
     parser.add_argument("--group", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    skip = [name for name in arguments.skip.split(",") if name]
+    skip = [name.strip() for name in arguments.skip.split(";")]
     if arguments.group:
         run_group(arguments.group, arguments.seconds, arguments.tiny, arguments.profile, skip, say)
         return

@@ -96,7 +96,7 @@ def run_group(group: str, seconds: float, tiny: bool, profile: bool, skip: list[
         getattr(train_loop, group)(device, tiny, say)
         return
     for work in WORKS[group]:
-        if any(name in (work.who, work.name) for name in skip):
+        if any(name in (work.who, f"{group}: {work.who}") for name in skip):
             continue
         if tiny:
             work = work.tiny()
