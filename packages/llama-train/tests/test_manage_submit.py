@@ -163,12 +163,29 @@ def test_states(
     (slurm / "sacct").write_text(sacct + "\n", encoding="utf-8")
     if note is not None:
         _note(tmp_path / "runs" / "a", note)
+        (tmp_path / "runs" / "a" / "checkpoints" / "step-00000020").mkdir(parents=True)
     capsys.readouterr()
     assert main(["submit", str(folder), "--status"]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "state", "job", "nodes", "step", "file"]
     assert row.split()[2:4] == [state, "100"]
     assert "--jobs=100" in (slurm / "asked").read_text(encoding="utf-8")
+
+
+def test_a_finished_run_whose_file_asks_for_more_goes_on(
+    folder: Path, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "deep" / "b.toml").unlink()
+    run = tmp_path / "runs" / "a"
+    (run / "checkpoints" / "step-00000020").mkdir(parents=True)
+    _note(run, "finished")
+    assert main(["submit", str(folder)]) == 0
+    assert _handed_in(slurm) == {}
+    (run / "checkpoints" / "step-00000020").rename(run / "checkpoints" / "step-00000019")
+    assert main(["submit", str(folder), "--status"]) == 0
+    assert "its file now says 20 steps" in capsys.readouterr().out
+    assert main(["submit", str(folder)]) == 0
+    assert len(_handed_in(slurm)) == 1
 
 
 def test_only_what_went_wrong(folder: Path, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

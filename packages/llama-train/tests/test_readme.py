@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -19,7 +20,9 @@ from llama_train.tokenizer_training import save_tokenizer, train_tokenizer
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = [(match["language"], match["code"]) for match in FENCE.finditer(README)]
+# The section on models that exist has a file of its own, test_readme_lora.py.
+_BEFORE, _, _AFTER = README.partition("## From a model that exists\n")
+BLOCKS = [(m["language"], m["code"]) for m in FENCE.finditer(_BEFORE + _AFTER[_AFTER.index("\n## ") + 1 :])]
 COMMANDS = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
 # What makes a run short: few steps over little text.
 SHORT = {"schedule.warmup_steps": 1, "schedule.steps": 2, "data.source": "my-text", "data.vocab_size": 1024}
@@ -51,7 +54,7 @@ def test_the_file_shown_is_the_example() -> None:
 def test_every_command_is_run_below() -> None:
     programs = ("llama-train", "llama-infer", "torchrun", "accelerate")
     assert {line.split()[0] for line in COMMANDS} == set(programs)
-    assert len(COMMANDS) == 17
+    assert len(COMMANDS) == 23
 
 
 BRANCHES = [line for line in COMMANDS if "--schedule.shape wsd" in line]
@@ -73,6 +76,28 @@ def test_commands_of_a_branch(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 SHARDS = [line for line in COMMANDS if "prepare " in line or "--data.sources" in line]
 
+MANAGING = [line for line in COMMANDS if re.match(r"llama-train (init|plot|collect|submit|bench sweep)", line)]
+
+
+def test_commands_that_manage_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In their order, after two short runs; the sweep, which starts processes, is shortened to one case."""
+    for name in ("quickstart", "mine"):
+        assert main(["run", "quickstart.toml", *_short(), "--name", name, "--device", "cpu"]) == 0
+    (folder / "experiments").mkdir()
+    shutil.copy("quickstart.toml", "experiments")
+    one_case = "--micro-batch 2 --activation-checkpointing none --steps 1 --warmup 1 --device cpu".split()
+    for line in MANAGING:
+        arguments = shlex.split(line)[1:]
+        assert main([*arguments, *(one_case if arguments[:2] == ["bench", "sweep"] else [])]) == 0, line
+    out = capsys.readouterr().out
+    assert "4 rows × 16 accumulated × 1 data-parallel = 64 rows of 512 tokens = 32.77K tokens a step" in out
+    assert load_config("small.toml").model.num_hidden_layers == 6
+    assert (folder / "curves.html").is_file()
+    assert (folder / "runs" / "runs.csv").read_text(encoding="utf-8").count("finished") == 2
+    assert (folder / "sweep" / "sweep.csv").is_file()
+    assert "#SBATCH --partition=gpu" in out
+    assert "experiments/quickstart.toml" in out.splitlines()[-1]
+
 
 def test_commands_of_prepared_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = train_tokenizer([(folder / "my-text" / "a.txt").read_text(encoding="utf-8")], 300)
@@ -87,7 +112,8 @@ def test_commands_of_prepared_shards(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "command", [line for line in COMMANDS if line.startswith("llama-train") and line not in SHARDS + BRANCHES]
+    "command",
+    [line for line in COMMANDS if line.startswith("llama-train") and line not in SHARDS + MANAGING + BRANCHES],
 )
 def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: the ways to start the program have tests of their own in test_cli and test_torchrun."""

@@ -15,7 +15,7 @@ from llama_train.layout_choice import check_parallel
 from .history import read_history
 from .job_script import Cluster, job_fields, render, resolved, size_of
 from .new_run import shape_of
-from .run_files import CONFIG, JOBS, METRICS, find_settings, run_path
+from .run_files import CONFIG, JOBS, METRICS, find_settings, last_checkpoint, run_path
 from .run_state import run_state
 from .slurm import hand_in, job_states
 
@@ -134,6 +134,9 @@ def _job(
     history = read_history(run / METRICS)
     state: str
     state, reason = run_state(run, history)
+    total = config.schedule.resolved(config.rows_per_step * config.data.sequence_length).total
+    if state == "finished" and (last_checkpoint(run) or 0) < total:
+        state, reason = "stopped", f"its file now says {total} steps"
     of_jobs = [known[job] for job in jobs if job in known]
     active = [found for found, _ in of_jobs if found in ("running", "pending")]
     if active:
@@ -145,6 +148,5 @@ def _job(
             state, reason = ended, reason or f"Slurm: {word}"
         elif state == "new":
             state, reason = "fail", "its last job completed without starting the run"
-    total = config.schedule.resolved(config.rows_per_step * config.data.sequence_length).total
     step = f"{history.last_step}/{total}" if (run / CONFIG).is_file() else ""
     return Job(file, config, state, jobs, reason, step, f"{size.nodes} × {size.per_node}")

@@ -161,8 +161,8 @@ def describe(config: TrainConfig, found: Sums, gpu_memory: float) -> list[str]:
     learning = ", of a tokenizer that is learned from the text (--tokenizer names one)" if learned else ""
     lines = [
         f"model      {human(found.parameters)} parameters, vocabulary {found.vocabulary:,}{learning}",
-        f"batch      {data.micro_batch_size} rows × {data.gradient_accumulation_steps} accumulated × {dp} data-parallel"
-        f" = {rows} rows of {length} tokens = {human(found.tokens_per_step)} tokens a step",
+        f"batch      {_rows(data.micro_batch_size)} × {data.gradient_accumulation_steps} accumulated × {dp} "
+        f"data-parallel = {_rows(rows)} of {length} tokens = {human(found.tokens_per_step)} tokens a step",
         f"length     {found.steps} steps = {human(found.steps * found.tokens_per_step)} tokens; "
         f"a billion tokens are {-(-(10**9) // found.tokens_per_step):,} steps",
     ]
@@ -171,3 +171,7 @@ def describe(config: TrainConfig, found: Sums, gpu_memory: float) -> list[str]:
     if config.device != "cpu" and found.memory.total > 0.95 * gpu_memory * 1e9:
         line += f"; more than {gpu_memory:g} GB hold: see `llama-train plan`, or set activation_checkpointing"
     return [*lines, line]
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
