@@ -14,6 +14,7 @@ from .config import TrainConfig
 from .config_file import dump_config, load_config
 from .manage.run_files import JOBS
 from .manage.run_files import run_path as run_path
+from .provenance import write_start
 from .world import World
 
 _LOCK = ".lock"
@@ -30,6 +31,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved settings; `llama-train run` on it repeats the run."""
         return self.path / "config.toml"
+
+    @property
+    def starts(self) -> Path:
+        """What every start was made with: command, versions, revision, devices; one JSON object a line."""
+        return self.path / "starts.jsonl"
 
     @property
     def data(self) -> Path:
@@ -83,6 +89,7 @@ def open_run_folder(config: TrainConfig) -> Iterator[tuple[RunFolder, list[str]]
         temporary = run.config.with_suffix(".tmp")
         temporary.write_text(dump_config(config), encoding="utf-8")
         temporary.replace(run.config)
+        write_start(run.starts, config)
         yield run, changes
 
 
