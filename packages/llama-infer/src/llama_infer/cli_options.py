@@ -63,6 +63,8 @@ class ModelOptions:
     """Round the weights of the layers to fewer bits."""
     tensor_parallel_size: int = 1
     """How many processes share the model: torchrun --nproc-per-node N -m llama_infer … --tensor-parallel-size N."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of keys and values in the cache. auto: that of the activations. fp8: half the memory of bfloat16."""
     speculative_tokens: int = 0
     """The most tokens to guess ahead from the text itself. The result stays the same; texts that repeat come sooner."""
     draft: str | None = None
@@ -92,6 +94,7 @@ class ModelOptions:
                 attention=self.attention,
                 quantization=self.quantization,
                 tensor_parallel_size=self.tensor_parallel_size,
+                kv_cache_dtype=self.kv_cache_dtype,
                 speculative_tokens=self.speculative_tokens,
                 draft=draft,
                 num_speculative_tokens=self.num_speculative_tokens,

@@ -14,6 +14,7 @@ from llama_core import Llama, Tokenizer
 from .block_pool import BlockPool
 from .draft import build_drafter, check_draft
 from .engine import Engine
+from .fp8_cache import measured_scales
 from .logprobs import LogprobWriter
 from .paged_cache import PagedKVCache, block_bytes
 from .placement import attention_for
@@ -45,6 +46,7 @@ class EngineSettings:
     attention: str = "auto"
     speculative_tokens: int = 0
     num_speculative_tokens: int = 4
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
@@ -63,6 +65,8 @@ class EngineSettings:
         drafted = self.num_speculative_tokens
         if isinstance(drafted, bool) or not isinstance(drafted, int) or drafted < 1:
             raise ValueError(f"num_speculative_tokens must be a whole number of at least 1, got {drafted!r}")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_cache_dtype must be 'auto' or 'fp8', got {self.kv_cache_dtype!r}")
         if self.kernels not in ("auto", "plain"):
             raise ValueError(f"kernels must be 'auto' or 'plain', got {self.kernels!r}")
 
@@ -118,7 +122,8 @@ def build_engine(
     most_tokens = max(settings.max_num_batched_tokens, max_num_seqs)  # a token for each that generates
 
     size = settings.block_size
-    each = block_bytes(model.config, size, dtype)
+    cache_dtype = torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else dtype
+    each = block_bytes(model.config, size, cache_dtype)
     if draft is not None:
         each += block_bytes(draft.config, size, next(draft.parameters()).dtype)
     enough = max_num_seqs * -(-wanted // size)
@@ -144,10 +149,11 @@ def build_engine(
     guesses = settings.speculative_tokens if draft is None else settings.num_speculative_tokens
     sharing = settings.enable_prefix_caching
     pool = BlockPool(num_blocks, size, prefix_caching=sharing, contiguous=attend_rows is not None)
+    scales = measured_scales(model) if settings.kv_cache_dtype == "fp8" else None
     make_runner = partial(LeadingRunner, ranks) if ranks is not None and ranks.is_first else ModelRunner
     runner = make_runner(
         model,
-        PagedKVCache(model.config, num_blocks, size, dtype, device),
+        PagedKVCache(model.config, num_blocks, size, cache_dtype, device, scales),
         max_num_seqs,
         wanted,
         attend_rows,

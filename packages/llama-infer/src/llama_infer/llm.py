@@ -48,6 +48,8 @@ class LLM:
         block_size: tokens in a block of the key/value cache.
         gpu_memory_utilization: the share of a GPU's memory to use, weights included.
         kv_cache_memory_bytes: of the key/value cache, in place of what is measured.
+        kv_cache_dtype: "auto" (that of the activations) or "fp8", e4m3 with a scale for each head: half the memory of
+            bfloat16.
         enable_prefix_caching: whether a prompt's beginning is taken from the cache where it has been computed before.
         enforce_eager: no CUDA graphs.
         kernels: "auto" (llama_kernels' on a GPU) or "plain" (torch's, whose draws for a seed are a CPU's too).
@@ -97,6 +99,7 @@ class LLM:
         speculative_tokens: int = 0,
         draft: str | Path | Llama | None = None,
         num_speculative_tokens: int | None = None,
+        kv_cache_dtype: str = "auto",
         quantization: str | None = None,
         tensor_parallel_size: int = 1,
         generation_config: Literal["auto", "off"] = "auto",
@@ -115,6 +118,7 @@ class LLM:
             attention,
             speculative_tokens,
             4 if num_speculative_tokens is None else num_speculative_tokens,
+            kv_cache_dtype,
         )
         if draft is None and num_speculative_tokens is not None:
             raise ValueError(

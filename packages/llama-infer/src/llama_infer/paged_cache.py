@@ -20,6 +20,7 @@ from torch import Tensor
 
 import llama_kernels
 from llama_core import LlamaConfig, sdpa
+from llama_kernels.write_kv import from_fp8, to_fp8
 
 
 class PagedKVCache:
@@ -28,7 +29,8 @@ class PagedKVCache:
     Args:
         config: of the model; gives layers, heads and widths.
         num_blocks, block_size: as in the `BlockPool`.
-        dtype, device: of the model's activations.
+        dtype, device: of the model's activations; or the dtype is float8_e4m3fn.
+        scales: (2, layers, K) float32, with float8_e4m3fn: what keys and values are divided by (`fp8_cache.py`).
     """
 
     def __init__(
@@ -38,20 +40,28 @@ class PagedKVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        scales: Tensor | None = None,
     ) -> None:
+        assert (scales is not None) == (dtype == torch.float8_e4m3fn)
         shape = (2, config.num_hidden_layers, num_blocks, block_size, config.kv_heads, config.head_width)
         # Not filled: a CPU gives memory where it is first written, and no attention here reads what is not.
         self.memory = torch.empty(shape, dtype=dtype, device=device)
         self.keys: list[Tensor] = list(self.memory[0])
         self.values: list[Tensor] = list(self.memory[1])
+        self.scales = scales
         self.block_size = block_size
+
+    def scales_of(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Of a layer's keys and values, (K,) each."""
+        return (None, None) if self.scales is None else (self.scales[0, layer], self.scales[1, layer])
 
     @torch.inference_mode()
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to), all of them read before any is written."""
         if pairs:
             source, target = zip(*pairs, strict=True)
-            self.memory[:, :, list(target)] = self.memory[:, :, list(source)]
+            memory = self.memory.view(torch.uint8) if self.scales is not None else self.memory  # torch indexes no fp8
+            memory[:, :, list(target)] = memory[:, :, list(source)]
 
 
 def block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -87,10 +97,11 @@ class PagedStep:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        llama_kernels.write_kv(k[0], v[0], keys, values, self.slots)
+        k_scale, v_scale = self.cache.scales_of(layer)
+        llama_kernels.write_kv(k[0], v[0], keys, values, self.slots, k_scale=k_scale, v_scale=v_scale)
         return llama_kernels.paged_attention(
             q[0], keys, values, self.tables, self.lengths, self.bounds,
-            max_seqlen_q=self.longest_new, max_seqlen_k=self.longest,
+            max_seqlen_q=self.longest_new, max_seqlen_k=self.longest, k_scale=k_scale, v_scale=v_scale,
         ).unsqueeze(0)  # fmt: skip
 
 
@@ -185,21 +196,27 @@ class PlainStep:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
-        keys.index_copy_(0, self.slots, k[0])
-        values.index_copy_(0, self.slots, v[0])
+        scales = self.cache.scales_of(layer)
+        for flat, new, scale in ((keys, k[0], scales[0]), (values, v[0], scales[1])):
+            if scale is None:
+                flat.index_copy_(0, self.slots, new)
+            else:
+                flat.view(torch.uint8).index_copy_(0, self.slots, to_fp8(new, scale).view(torch.uint8))
         outs = []
         for part in self.parts:
             rows = (part.sequences, part.count)
-            if part.count == part.length:  # nothing in the cache before: no need to read it back
+            if part.count == part.length and scales[0] is None:  # nothing in the cache before: not read back
                 new_k, new_v = k[0, part.rows].unflatten(0, rows), v[0, part.rows].unflatten(0, rows)
             else:
-                new_k, new_v = _read(keys, part), _read(values, part)
+                new_k, new_v = (_read(x, part, s, q.dtype) for x, s in ((keys, scales[0]), (values, scales[1])))
             outs.append(self.attend_rows(q[0, part.rows].unflatten(0, rows), new_k, new_v).flatten(0, 1))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
 
-def _read(flat: Tensor, part: _Part) -> Tensor:
-    """(slots, K, D) → the part's (N, C, K, D); a view where its keys lie side by side."""
+def _read(flat: Tensor, part: _Part, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(slots, K, D) → the part's (N, C, K, D); a view where its keys lie side by side, and are not of fp8."""
+    if scale is not None:
+        return from_fp8(_read(flat.view(torch.uint8), part, None, dtype).view(flat.dtype), scale, dtype)
     if part.first is None:
         assert part.gather is not None
         return flat[part.gather].unsqueeze(0)

@@ -13,6 +13,7 @@ from llama_kernels.attention import attention_forward
 from llama_kernels.attention_call import check_document_bounds
 from llama_kernels.compat import runs_triton
 from llama_kernels.triton_paged import triton_paged_attention
+from llama_kernels.write_kv import check_scales, from_fp8
 
 
 @torch.library.custom_op("llama_kernels::paged_attention", mutates_args=())
@@ -25,23 +26,33 @@ def _paged_attention(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     if q.numel() == 0 or seq_lens.numel() == 0 or k_cache.numel() == 0 or block_tables.numel() == 0:
         return q.new_zeros(q.shape)
     if runs_triton(q):
         return triton_paged_attention(
-            q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k
-        )
-    return gathered_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
+            q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+    return gathered_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, k_scale, v_scale)
 
 
 @_paged_attention.register_fake
-def _(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k):  # type: ignore[no-untyped-def]
+def _(q, *_arguments):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape)
 
 
 def gathered_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The plain path: for each sequence, copy its pages side by side and attend. Reads the lengths to the host.
 
@@ -62,9 +73,18 @@ def gathered_attention(
         if length and rows.stop > rows.start:
             if int(table.min()) < 0 or int(table.max()) >= pages:
                 raise ValueError(f"block_tables[{i}] = {table.tolist()} must lie in 0 .. {pages - 1}")
-            k, v = (cache[table].flatten(0, 1)[None, :length] for cache in (k_cache, v_cache))
+            k = _gathered(k_cache, table, k_scale, q.dtype)[None, :length]
+            v = _gathered(v_cache, table, v_scale, q.dtype)[None, :length]
             out[rows] = attention_forward(q[None, rows], k, v, causal=True)[0][0]
     return out
+
+
+def _gathered(cache: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The table's pages side by side, (tokens, K, D)."""
+    if scale is None:
+        return cache[table].flatten(0, 1)
+    # As bytes: torch indexes no fp8.
+    return from_fp8(cache.view(torch.uint8)[table].view(cache.dtype), scale, dtype).flatten(0, 1)
 
 
 def paged_attention(
@@ -77,6 +97,8 @@ def paged_attention(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens of some sequences over all their cached keys. Inference only: no gradient.
 
@@ -93,6 +115,7 @@ def paged_attention(
         max_seqlen_q: an upper bound on the new tokens of one sequence; None is T.
         max_seqlen_k: an upper bound on seq_lens, which says how finely to split the keys; None is P x page size. Keep
             it fixed where a CUDA graph is replayed.
+        k_scale, v_scale: (K,) float32, for a cache of float8_e4m3fn that `write_kv` has filled with the same.
 
     Returns:
         (T, H, D) in the type of q. Nothing is read on the host from a GPU.
@@ -110,8 +133,9 @@ def paged_attention(
             f"{q.shape[1]} query heads of width {q.shape[2]} on {k_cache.shape[2]} key heads: "
             "heads must be a multiple, and the width 1 to 256"
         )
+    check_scales(k_cache, v_cache, k_scale, v_scale)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dtype != q.dtype or x.device != q.device or x.stride(-1) != 1:
+        if (x.dtype != q.dtype and k_scale is None) or x.device != q.device or x.stride(-1) != 1:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device}, strides {x.stride()}; expected {q.dtype} on {q.device}, dense D"
             )
@@ -131,5 +155,7 @@ def paged_attention(
         q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q,
         min(q.shape[0], max_seqlen_q if max_seqlen_q is not None else q.shape[0]),
         min(room, max_seqlen_k if max_seqlen_k is not None else room),
+        k_scale,
+        v_scale,
     )  # fmt: skip
     return out

@@ -58,10 +58,12 @@ def _over_pages(acc, total, top, q, table_ptr, k_ptr, v_ptr, k_page, k_row, v_pa
 
 @triton.jit(do_not_specialize=["sequences", "tokens"])
 def _paged_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu_ptr, q_token, q_head, k_page, k_row,
-                  k_head, v_page, v_row, v_head, table_row, sequences, tokens, kv_heads, splits, scale_log2,
+                  k_head, v_page, v_row, v_head, table_row, k_scale_ptr, v_scale_ptr, sequences, tokens, kv_heads,
+                  splits, scale_log2,
                   GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DECODE: tl.constexpr, SEQUENCES: tl.constexpr,
                   SPLIT: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr, SCALED: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """Output of one tile over one stretch of keys; where SPLIT, a partial one (splits, T, H, D) with its lse."""
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -101,6 +103,8 @@ def _paged_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu
     table_ptr += sequence.to(tl.int64) * table_row
     k_ptr += hk.to(tl.int64) * k_head
     v_ptr += hk.to(tl.int64) * v_head
+    if SCALED:  # of the head's keys: taken into the scale of the scores
+        scale_log2 *= tl.load(k_scale_ptr + hk)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -110,6 +114,8 @@ def _paged_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, lens_ptr, cu
                                   limit, scale_log2, PAGE, D, BLOCK_N, BLOCK_D, True, COMPUTE)  # fmt: skip
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
+    if SCALED:
+        acc *= tl.load(v_scale_ptr + hk)
     to = token * (kv_heads * GROUP) + h
     if SPLIT:
         to += split.to(tl.int64) * tokens * (kv_heads * GROUP)
@@ -160,6 +166,8 @@ def triton_paged_attention(
     max_seqlen_k: int,
     splits: int | None = None,
     tile: tuple[int, int, int, int] | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` on checked, non-empty arguments. `splits` and `tile` override the choice (tuning and tests)."""
     tokens, heads, width = q.shape
@@ -194,10 +202,11 @@ def triton_paged_attention(
         _paged_kernel[(tiles * kv_heads * splits,)](
             q, k_cache, v_cache, part, lse, block_tables, seq_lens, seq_lens if decode else cu_seqlens_q,
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0),
+            seq_lens if k_scale is None else k_scale, seq_lens if v_scale is None else v_scale,
             sequences, tokens, kv_heads, splits, width**-0.5 * LOG2_E, GROUP=group, GROUP_PAD=group_pad,
             DECODE=decode, SEQUENCES=next_power_of_2(sequences), SPLIT=splits > 1, PAGE=page, D=width,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, COMPUTE=compute_type(q.dtype), num_warps=warps,
-            num_stages=stages, **launch_options(q),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, COMPUTE=compute_type(q.dtype),
+            SCALED=k_scale is not None, num_warps=warps, num_stages=stages, **launch_options(q),
         )  # fmt: skip
         if splits > 1:
             _join_kernel[(tokens * heads,)](
