@@ -64,13 +64,14 @@ def test_table_json_and_picture(
     save: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setenv("COLUMNS", "130")
+    monkeypatch.setenv("COLUMNS", "80")
     argv = ["bench", "--model", str(save(max_position_embeddings=128)), "--device", "cpu", "--max-tokens", "5"]
     argv += ["--batch-sizes", "1", "3", "--prompt-lengths", "7", "20"]
     assert cli.main([*argv, "--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]) == 0
     out = capfd.readouterr().out
     rows = [line.split()[:2] for line in out.splitlines() if re.match(r" +\d+ +\d+ +[\d.]+ ms", line)]
     assert rows == [["1", "7"], ["3", "7"], ["1", "20"], ["3", "20"]]
+    assert "…" not in out
     assert re.search(r"copies [\d.]+ GB/s, multiplies matrices at [\d.e-]+ TFLOP/s", out)
     found = json.loads((tmp_path / "b.json").read_text())
     assert found["dtype"] == "float32"

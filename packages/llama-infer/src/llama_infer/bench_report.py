@@ -32,9 +32,10 @@ def print_table(points: Sequence[Point], title: str, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    reading = ("batch", "prompt", "first token", "prompt tokens/s", "of roof")
-    for name in (*reading, "step", "slowest", "new tokens/s", "of roof", "over all"):
+    style = {"title_justify": "left", "title_style": "bold"}
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **style)  # type: ignore[arg-type]
+    reading = ("batch", "prompt", "first\ntoken", "prompt\ntokens/s", "of\nroof")  # all fits into 80 columns
+    for name in (*reading, "step", "new\ntokens/s", "of\nroof", "over\nall"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         table.add_row(
@@ -44,7 +45,6 @@ def print_table(points: Sequence[Point], title: str, console: Console) -> None:
             f"{point.batch * point.prompt / point.prompts:.0f}",
             f"{point.prompts_roof / point.prompts:.0%}",
             f"{1e3 * point.step:.2f} ms",
-            f"{1e3 * point.slowest_step:.2f} ms",
             f"{point.decode_rate:.1f}",
             f"{point.step_roof / point.step:.0%}",
             f"{point.output_rate:.1f}",
@@ -86,8 +86,10 @@ def write_picture(path: Path, points: Sequence[Point], title: str) -> None:
         right.plot(lengths, [1e3 * point.prompts_roof for point in row], "--", color=line.get_color())
     left.set(xlabel="sequences at once", ylabel="new tokens/s", title="generating (dashed: roof)")
     right.set(xlabel="tokens of each prompt", ylabel="ms until all have a token", title="reading (dashed: roof)")
-    for panel in (left, right):
-        panel.set_xscale("log", base=2)
+    for panel, values in ((left, {point.batch for point in points}), (right, {point.prompt for point in points})):
+        panel.set_xscale("log")
+        panel.set_xticks(sorted(values), [str(value) for value in sorted(values)], minor=False)
+        panel.set_xticks([], minor=True)
         panel.set_yscale("log")
         panel.grid(alpha=0.3, which="both")
         panel.legend()
