@@ -281,6 +281,7 @@ class _Run:
         bad = self.watch.look(None if self.saved is None else self.saved.path)
         if bad is None:
             return False
+        self.world.rest()
         self.saver.wait()
         self._tell_saved()
         checkpoint, _ = self.world.main_does(lambda: newest_checkpoint(self.folder.checkpoints))
