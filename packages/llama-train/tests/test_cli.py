@@ -93,10 +93,12 @@ def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from llama_train.cli import main\n"
-        "for verb in ([], ['run'], ['parity'], ['plan'], ['bench', 'scaling']):\n"
-        "    try: main([*verb, '--help'])\n"
+        "verbs = 'init run submit collect plot parity plan bench'.split()\n"
+        "for verb in ('', *verbs, 'bench scaling', 'bench sweep'):\n"
+        "    try: main([*verb.split(), '--help'])\n"
         "    except SystemExit as stop: assert stop.code == 0\n"
-        "heavy = {'torch', 'numpy', 'tokenizers', 'llama_core', 'llama_kernels', 'llama_parallel'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'tokenizers', 'matplotlib', 'llama_core', 'llama_kernels', 'llama_parallel'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     result = _run([sys.executable, "-c", code])
