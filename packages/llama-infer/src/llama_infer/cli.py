@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 
 from .cli_bench import Bench
+from .cli_bench_serve import BenchServe
 from .cli_chat import Chat
 from .cli_convert import Convert
 from .cli_eval import Eval
@@ -49,13 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama-infer {version('llama-infer')}")
         return 0
     try:
-        command: Generate | Chat | Convert | Inspect | Bench | Eval | Serve = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="llama-infer",
-            description="Generate text with Llama models, convert them, and see them work.",
-            args=arguments,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        command = _parsed(arguments)
     except SystemExit as end:  # help was shown, or a mistake explained
         return end.code if isinstance(end.code, int) else 2
     try:
@@ -77,6 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError:  # it was standard output that failed
             _abandon_output()
         return 1
+
+
+def _parsed(arguments: list[str]) -> Generate | Chat | Convert | Inspect | Bench | BenchServe | Eval | Serve:
+    """The command that the arguments ask for, with its settings."""
+    config = (tyro.conf.FlagCreatePairsOff,)
+    if arguments[:2] == ["bench", "serve"]:
+        return tyro.cli(BenchServe, prog="llama-infer bench serve", args=arguments[2:], config=config)
+    command: Generate | Chat | Convert | Inspect | Bench | Eval | Serve = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="llama-infer",
+        description="Generate text with Llama models, convert them, and see them work.",
+        args=arguments,
+        config=config,
+    )
+    return command
 
 
 def _open_closed_streams() -> None:

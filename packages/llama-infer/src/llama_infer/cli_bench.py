@@ -34,6 +34,8 @@ class Bench(ModelOptions):
 
     --heads instead: the attention of one layer with one head, a loop over all heads, and all heads at once; with as
     many key/value heads, grouped ones and a single one; and generation by the engine against a loop without a cache.
+
+    `llama-infer bench serve` measures a server; its own --help says how.
     """
 
     batch_sizes: tuple[int, ...] = (1, 4, 16)

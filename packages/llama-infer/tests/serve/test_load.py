@@ -18,6 +18,9 @@ import torch
 from llama_core import Llama
 from llama_infer import LLM, SamplingParams
 from llama_infer.embedded import find_embedded
+from llama_infer.request import Request
+from llama_infer.sequence import Sequence
+from llama_infer.serve.generation import Generation
 
 from .conftest import Running, Serving
 
@@ -121,7 +124,11 @@ def under_load(server: Running, count: int, tokens: int, rounds: int, checked: i
         answers, times = asyncio.run(load(server.url, count, tokens, seed))
         assert server.is_idle()
     grown = memory() - before
-    assert grown < 40 * 2**20, f"{grown:,} bytes more than before"
+    # oneDNN keeps a compiled product for each number of tokens that a step has had, 1024 of them at most. With
+    # kernels="plain" it is 10 MB after 1,600 streams.
+    assert grown < 100 * 2**20 * rounds, f"{grown:,} bytes more than before"
+    left = [type(item).__name__ for item in gc.get_objects() if isinstance(item, Sequence | Generation | Request)]
+    assert not left
     # Time is for benchmarks/serve.py, on a machine that does nothing else; this is what no delay of others explains.
     assert sorted(times)[len(times) // 2] < 0.25
     whole = [at for at, answer in enumerate(answers) if answer is not None]
@@ -134,7 +141,7 @@ def under_load(server: Running, count: int, tokens: int, rounds: int, checked: i
 
 
 def test_two_hundred_streams(embedded: Running) -> None:
-    under_load(embedded, count=200, tokens=5, rounds=1, checked=24)
+    under_load(embedded, count=200, tokens=4, rounds=1, checked=20)
 
 
 @pytest.mark.slow

@@ -1,0 +1,90 @@
+"""Percentiles of loads on a server: as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .serve_load import Run
+
+PERCENTILES = (50, 90, 99)
+TIMES = {"first": "to the first token", "between": "between tokens", "whole": "whole request"}
+
+
+def percentile(values: Sequence[float], which: float) -> float:
+    """The smallest of the values that at least `which` % do not exceed (nearest rank); NaN of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(which / 100 * len(ordered)) - 1)] if ordered else math.nan
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The numbers of one load; seconds."""
+    good = [answer for answer in run.answers if answer.error is None]
+    gaps = [b - a for answer in good for a, b in zip(answer.events, answer.events[1:], strict=False)]
+    values = {"first": [answer.first for answer in good], "between": gaps, "whole": [answer.whole for answer in good]}
+    tokens = sum(answer.tokens for answer in good)
+    return {
+        "loop": run.kind,
+        "load": run.load,
+        "requests": len(run.answers),
+        "failed": len(run.answers) - len(good),
+        "errors": sorted({str(answer.error) for answer in run.answers if answer.error is not None})[:5],
+        "seconds": run.seconds,
+        "requests_per_second": len(good) / run.seconds,
+        "tokens_per_second": tokens / run.seconds,
+        "prompt_tokens": sum(answer.prompt_tokens for answer in good),
+        "tokens": tokens,
+        **{name: {f"p{p}": percentile(found, p) for p in PERCENTILES} for name, found in values.items()},
+    }
+
+
+def table(summaries: Sequence[dict[str, Any]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD)
+    made.add_column("load", no_wrap=True)
+    columns = [f"{what} p{p}" for what in ("first", "between", "whole") for p in PERCENTILES]
+    for name in ("failed", "req/s", "tokens/s", *columns):
+        made.add_column(name, justify="right")
+    for found in summaries:
+        load = f"{found['load']:g} clients" if found["loop"] == "closed" else f"{found['load']:g} req/s"
+        rates = (f"{found['requests_per_second']:.1f}", f"{found['tokens_per_second']:.0f}")
+        times = [_duration(found[what][f"p{p}"]) for what in TIMES for p in PERCENTILES]
+        made.add_row(load, f"{found['failed']}/{found['requests']}", *rates, *times)
+    return made
+
+
+def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "–"
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def draw(summaries: Sequence[dict[str, Any]], path: Path) -> None:
+    """Percentiles and tokens per second against the load."""
+    from matplotlib.figure import Figure
+
+    kinds = [kind for kind in ("closed", "open") if any(found["loop"] == kind for found in summaries)]
+    figure = Figure(figsize=(12, 3.2 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 4, squeeze=False)
+    for row, kind in zip(axes, kinds, strict=True):
+        some = sorted((found for found in summaries if found["loop"] == kind), key=lambda found: found["load"])
+        loads = [found["load"] for found in some]
+        row[0].plot(loads, [found["tokens_per_second"] for found in some], marker="o")
+        row[0].set_title("tokens per second")
+        for axis, (name, title) in zip(row[1:], TIMES.items(), strict=True):
+            for which in PERCENTILES:
+                axis.plot(loads, [1000 * found[name][f"p{which}"] for found in some], marker="o", label=f"p{which}")
+            axis.set_title(f"{title}, ms")
+            axis.legend()
+        for axis in row:
+            axis.set_xlabel("clients" if kind == "closed" else "requests per second")
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
