@@ -139,7 +139,7 @@ def test_any_layout_goes_on_from_any_others_checkpoint(wide: TrainConfig, tmp_pa
             assert "resumed    step 6" in text
     for key in ("loss", "grad_norm", "learning_rate"):
         wanted = [record[key] for record in _records(alone.folder)]
-        assert [record[key] for record in _records(tmp_path / "moving")] == pytest.approx(wanted, rel=1e-9)
+        assert [record[key] for record in _records(tmp_path / "moving")] == pytest.approx(wanted, rel=TOLERANCE)
 
 
 def _stopped_after(step: int, config: TrainConfig, recorder: Make, rank: int = -1) -> list[TrainResult]:
