@@ -12,6 +12,7 @@ from llama_train.host_copy import HostCopy
 def test_a_copy_does_not_follow_its_tensor_and_its_memory_is_used_again() -> None:
     tensors = {"matrix": torch.arange(6.0).view(2, 3).t(), "scalar": torch.tensor(7), "none": torch.empty(0, 4)}
     copy = HostCopy(torch.device("cpu"))
+    copy.reserve(tensors)
     first = copy.take(tensors)
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors["matrix"] += 1

@@ -102,6 +102,16 @@ def test_what_goes_wrong_is_raised_once_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_the_last_is_there_at_once_and_needs_no_copy(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3)}
+    with Saver(tmp_path, CheckpointConfig(), ALONE) as saver:
+        saver.reserve(tensors)
+        saver.save(1, tensors)
+        saver.save(2, {"a": torch.full((3,), 2.0)}, last=True)
+        assert [c.step for c in list_checkpoints(tmp_path)] == [1, 2]
+    assert _values(tmp_path, 2).tolist() == [2, 2, 2]
+
+
 def test_some_stay_for_ever(tmp_path: Path) -> None:
     with Saver(tmp_path, CheckpointConfig(keep=2, keep_every=4), ALONE) as saver:
         for step in range(1, 12):

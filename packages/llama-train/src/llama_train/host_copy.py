@@ -25,6 +25,11 @@ class HostCopy:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
 
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the buffers now: page-locked memory takes a second for each few GB, once."""
+        for name, tensor in tensors.items():
+            self._buffer(name, _part(tensor))
+
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the local part of each tensor, as it is after all work queued so far.
@@ -58,11 +63,19 @@ class HostCopy:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        part = _part(tensor)
+        return self._buffer(name, part).copy_(part, non_blocking=part.is_cuda)
+
+    def _buffer(self, name: str, part: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
             buffer = self._buffers[name] = _empty(part)
-        return buffer.copy_(part, non_blocking=part.is_cuda)
+        return buffer
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Of this process."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _empty(part: Tensor) -> Tensor:

@@ -173,6 +173,7 @@ class _Run:
         signal = 0
         self.reporter.start(state.done, last)
         with StopRequest() as stop, self.saver as saver:
+            saver.reserve(state.tensors())
             own = self.saved is not None and self.saved.path.parent == self.folder.checkpoints
             if not own and self.config.optimizer.on_nonfinite == "rollback":
                 self._save()  # something to go back to
@@ -180,7 +181,7 @@ class _Run:
                 with Prefetch(self.batches, state.done + 1, last, self.world.device) as data:
                     signal = self._steps(data, stop)
             if state.done not in (saver.step, None if self.saved is None else self.saved.step):
-                self._save()
+                self._save(last=True)
             saver.wait()
             self._tell_saved()
         self.reporter.stop()
@@ -261,8 +262,8 @@ class _Run:
             )
         return TrainResult(self.folder.path, self.state.done, True, result, export, sample, tuple(self.watch.steps))
 
-    def _save(self) -> None:
-        self.saver.save(self.state.done, self.state.tensors())
+    def _save(self, last: bool = False) -> None:
+        self.saver.save(self.state.done, self.state.tensors(), last=last)
         self._tell_saved()
 
     def _tell_saved(self) -> None:

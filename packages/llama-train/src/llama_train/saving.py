@@ -59,15 +59,25 @@ class Saver:
         """FAILED once a checkpoint could not be written, else 0: for all processes to agree on."""
         return FAILED if self._failure is not None else 0
 
-    def save(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def reserve(self, tensors: dict[str, Tensor]) -> None:
+        """Make the memory for copies now, so that the first save takes no longer than the others."""
+        if self._copy is not None and self._config.every:
+            self._copy.reserve(tensors)
+
+    def save(self, step: int, tensors: dict[str, Tensor], *, last: bool = False) -> None:
         """Begin a checkpoint, after waiting for the one before; without `asynchronous`, write it.
+
+        Args:
+            step: optimizer steps made.
+            tensors: all of the state.
+            last: nothing follows that could go on beside it, so it is written without a copy.
 
         Raises:
             SaveError: this one or the one before could not be written.
         """
         self.wait()
         self.step = step
-        if self._copy is None:
+        if self._copy is None or last:
             self._write(step, tensors, None)
             self._raise()
             return
