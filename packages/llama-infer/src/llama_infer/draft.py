@@ -11,15 +11,19 @@ compute the last guess anyway, for when it is accepted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llama_core import Llama
+from llama_core.hub import local_path
 
+from .loading import load_for_inference
 from .paged_cache import PagedKVCache
 from .placement import attention_for
 from .runner import ModelRunner
@@ -29,6 +33,9 @@ from .speculative import Proposals, distribution, draw, uniforms
 
 if TYPE_CHECKING:
     from .engine_build import EngineSettings
+
+GUESSES = 4
+"""Of each step, where nobody says how many."""
 
 
 class Drafter:
@@ -137,6 +144,34 @@ def check_draft(draft: Llama, model: Llama) -> None:
     there, here = (next(each.parameters()).device for each in (draft, model))
     if there != here:
         raise ValueError(f"the draft model is on {there} and the model on {here}; both must be on one device")
+
+
+def guesses_of(draft: object, wanted: int | None, looked_up: int, ranks: int) -> int:
+    """How many tokens a draft guesses in each step.
+
+    Args:
+        draft: the model, or its path; None for no draft.
+        wanted: what the user says.
+        looked_up: guesses from the text itself.
+        ranks: processes that share the model.
+
+    Raises:
+        ValueError: what does not go together.
+    """
+    if draft is None and wanted is not None:
+        raise ValueError("num_speculative_tokens needs a draft model; speculative_tokens guesses from the text itself")
+    if draft is not None and looked_up:
+        raise ValueError("speculative_tokens guesses from the text and draft from a model; choose one")
+    if draft is not None and ranks != 1:
+        raise ValueError("a draft model runs in one process; leave draft or tensor_parallel_size out")
+    return GUESSES if wanted is None else wanted
+
+
+def load_draft(path: str | Path, model: Llama, kernels: str, progress: Callable[[int, int], None] | None) -> Llama:
+    """A draft model in the precision and on the device of the model. Raises ValueError as `load_for_inference`."""
+    weight = next(model.parameters())
+    place = local_path(Path(path).expanduser())
+    return load_for_inference(place, weight.dtype, weight.device, kernels=kernels, progress=progress)
 
 
 def build_drafter(

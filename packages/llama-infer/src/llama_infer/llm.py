@@ -16,6 +16,7 @@ from llama_core import Llama, Tokenizer, load_tokenizer
 from llama_core.hub import local_path
 
 from .defaults import ModelSampling, model_sampling
+from .draft import guesses_of, load_draft
 from .embedded import embedded_model
 from .engine_build import EngineSettings, build_engine
 from .loading import load_for_inference
@@ -105,27 +106,12 @@ class LLM:
         generation_config: Literal["auto", "off"] = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        guesses = guesses_of(draft, num_speculative_tokens, speculative_tokens, tensor_parallel_size)
         settings = EngineSettings(
-            max_model_len,
-            max_num_seqs,
-            max_num_batched_tokens,
-            block_size,
-            gpu_memory_utilization,
-            kv_cache_memory_bytes,
-            enable_prefix_caching,
-            enforce_eager,
-            kernels,
-            attention,
-            speculative_tokens,
-            4 if num_speculative_tokens is None else num_speculative_tokens,
-            kv_cache_dtype,
-        )
-        if draft is None and num_speculative_tokens is not None:
-            raise ValueError(
-                "num_speculative_tokens needs a draft model; speculative_tokens guesses from the text itself"
-            )
-        if draft is not None and speculative_tokens:
-            raise ValueError("speculative_tokens guesses from the text and draft from a model; choose one")
+            max_model_len, max_num_seqs, max_num_batched_tokens, block_size, gpu_memory_utilization,
+            kv_cache_memory_bytes, enable_prefix_caching, enforce_eager, kernels, attention, speculative_tokens,
+            guesses, kv_cache_dtype,
+        )  # fmt: skip
         if generation_config not in ("auto", "off"):
             raise ValueError(f"generation_config must be 'auto' or 'off', got {generation_config!r}")
         self.model_sampling = ModelSampling()
@@ -138,8 +124,6 @@ class LLM:
 
             if isinstance(model, Llama):
                 raise ValueError("tensor_parallel_size shares a model as it is loaded; give its path, not a Llama")
-            if draft is not None:
-                raise ValueError("a draft model runs in one process; leave draft or tensor_parallel_size out")
             ranks = join_ranks(tensor_parallel_size, device)
         if isinstance(model, Llama):
             self.model = model
@@ -161,12 +145,7 @@ class LLM:
             )
             if generation_config == "auto":
                 self.model_sampling = model_sampling(path)
-        if draft is not None and not isinstance(draft, Llama):
-            weight = next(self.model.parameters())
-            draft = load_for_inference(
-                local_path(Path(draft).expanduser()), weight.dtype, weight.device, kernels=kernels, progress=progress
-            )
-        self.draft = draft
+        self.draft = load_draft(draft, self.model, kernels, progress) if isinstance(draft, str | Path) else draft
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self.default_params = self.sampling_params()
         self.kernels, self._settings, self._ranks = kernels, settings, ranks
