@@ -38,10 +38,10 @@ def test_quickstart_4d_is_the_quickstart_on_eight_processes(
     one, many = (change(config, folder=str(tmp_path / config.name), device="cpu", **short) for config in (one, many))
     train(one, recorder())
     run_ranks(lambda rank: train(many, recorder()).step, 8, timeout=200)
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text("utf-8").splitlines()]
-        for name in ("quickstart", "quickstart-4d")
-    ]
+    losses = []
+    for name in ("quickstart", "quickstart-4d"):
+        lines = (tmp_path / name / "metrics.jsonl").read_text("utf-8").splitlines()
+        losses.append([record["loss"] for record in map(json.loads, lines) if "loss" in record])  # a sample has none
     # float32, sums in another order: 1e-7 of the loss at first, and steps multiply what differs
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 5
