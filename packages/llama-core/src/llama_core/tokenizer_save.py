@@ -41,7 +41,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         **tokenizer.extra_settings,
         **tokenizer.named,
     }
-    _write_json(folder / "tokenizer.json", settings)
+    # On one line: json's indenting encoder is Python, and takes seconds for a vocabulary.
+    _write_json(folder / "tokenizer.json", settings, indent=None)
     _write_json(folder / "tokenizer_config.json", config)
     for name, source in tokenizer.chat_templates.items():
         path = folder / "chat_template.jinja"
@@ -65,5 +66,5 @@ def _save_end_ids(tokenizer: Tokenizer, folder: Path) -> None:
         _write_json(path, config)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+def _write_json(path: Path, value: dict[str, Any], indent: int | None = 2) -> None:
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", "utf-8")
