@@ -74,7 +74,7 @@ class ModelRunner:
             return self._run_plain(batch)
         for work in batch:
             self._write_table(work)
-        if self._graphs is not None and all(work.count == 1 and work.samples for work in batch):
+        if self._graphs is not None and self._graphs.takes(batch):
             return self._graphs.run(batch, self._tables)
         return self._run_paged(batch)
 
