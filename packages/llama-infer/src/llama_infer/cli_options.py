@@ -40,6 +40,17 @@ def model_path(model: str | None) -> Path:
     return path
 
 
+def _budgets(given: tuple[str, ...]) -> dict[int | str, int | str] | None:
+    """cpu=200MB → {"cpu": "200MB"}."""
+    budgets: dict[int | str, int | str] = {}
+    for text in given:
+        place, equals, size = text.partition("=")
+        if not equals or not size or not (place == "cpu" or place.isdecimal()):
+            raise ValueError(f"--max-memory wants cpu=SIZE or GPU=SIZE, such as cpu=200MB or 0=20GiB, got {text!r}")
+        budgets[int(place) if place.isdecimal() else place] = int(size) if size.isdecimal() else size
+    return budgets or None
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     model: str | None = None
@@ -65,6 +76,13 @@ class ModelOptions:
     """How many processes share the model: torchrun --nproc-per-node N -m llama_infer … --tensor-parallel-size N."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of keys and values in the cache. auto: that of the activations. fp8: half the memory of bfloat16."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread a model that is too large over GPUs, main memory and disk (extra offload). Slow, but it runs."""
+    max_memory: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """For --device-map: how much weights may take somewhere, such as cpu=200MB or 0=20GiB (GPU 0); may be given several
+    times. Default: what is free."""
+    offload_folder: str | None = None
+    """For --device-map: where weights on disk go. Default: a temporary folder."""
     speculative_tokens: int = 0
     """The most tokens to guess ahead from the text itself. The result stays the same; texts that repeat come sooner."""
     draft: str | None = None
@@ -95,6 +113,9 @@ class ModelOptions:
                 quantization=self.quantization,
                 tensor_parallel_size=self.tensor_parallel_size,
                 kv_cache_dtype=self.kv_cache_dtype,
+                device_map=self.device_map,
+                max_memory=_budgets(self.max_memory),
+                offload_folder=self.offload_folder,
                 speculative_tokens=self.speculative_tokens,
                 draft=draft,
                 num_speculative_tokens=self.num_speculative_tokens,

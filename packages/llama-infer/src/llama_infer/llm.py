@@ -20,6 +20,7 @@ from .draft import guesses_of, load_draft
 from .embedded import embedded_model
 from .engine_build import EngineSettings, build_engine
 from .loading import load_for_inference
+from .offload import Spread
 from .outputs import RequestOutput, StreamChunk
 from .placement import resolve_device, resolve_dtype
 from .progress import progress_bar
@@ -49,13 +50,13 @@ class LLM:
         block_size: tokens in a block of the key/value cache.
         gpu_memory_utilization: the share of a GPU's memory to use, weights included.
         kv_cache_memory_bytes: of the key/value cache, in place of what is measured.
-        kv_cache_dtype: "auto" (that of the activations) or "fp8", e4m3 with a scale for each head: half the memory of
-            bfloat16.
+        kv_cache_dtype: "auto" (that of the activations) or "fp8", e4m3 with a scale for each head: half of bfloat16.
         enable_prefix_caching: whether a prompt's beginning is taken from the cache where it has been computed before.
         enforce_eager: no CUDA graphs.
         kernels: "auto" (llama_kernels' on a GPU) or "plain" (torch's, whose draws for a seed are a CPU's too).
         speculative_tokens: the most tokens to guess ahead from the text itself; the result stays the same, texts that
-            repeat themselves come sooner (on a CPU, or a small model; on a GPU such steps are no CUDA graphs yet).
+            repeat themselves come sooner (on a GPU most where few sequences run: steps in which they have different
+            numbers of guesses are no CUDA graphs).
         draft: a smaller model with the same tokens, as `model` is given, that guesses ahead (`draft.py`). Greedy tokens
             stay the same; what is drawn has the same distribution, with other draws for a seed.
         num_speculative_tokens: how many tokens it guesses in each step, 4 by default.
@@ -63,6 +64,8 @@ class LLM:
         tensor_parallel_size: how many processes share the model; torchrun starts them (`tensor_parallel.py`). On the
             ranks after the first this constructor does not return: it computes what rank 0 asks for, and when rank 0's
             LLM is closed or its program ends, it ends the process (SystemExit). One LLM per program then.
+        device_map, max_memory, offload_folder: "auto" spreads a model that is too large over GPUs, main memory and
+            disk (extra `offload`); `max_memory` such as {0: "20GiB", "cpu": "200MB"}. See `llama_infer.offload.Spread`.
         attention: "auto", "sdpa", "flash", "triton" or "plain"; see `llama_infer.placement.attention_for`.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "off" doesn't.
         progress: called with the bytes of the model that are loaded, and all of them.
@@ -103,13 +106,17 @@ class LLM:
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
         tensor_parallel_size: int = 1,
+        device_map: str | None = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        offload_folder: str | Path | None = None,
         generation_config: Literal["auto", "off"] = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         guesses = guesses_of(draft, num_speculative_tokens, speculative_tokens, tensor_parallel_size)
+        eager = enforce_eager or device_map is not None  # weights that come and go are no part of a graph
         settings = EngineSettings(
             max_model_len, max_num_seqs, max_num_batched_tokens, block_size, gpu_memory_utilization,
-            kv_cache_memory_bytes, enable_prefix_caching, enforce_eager, kernels, attention, speculative_tokens,
+            kv_cache_memory_bytes, enable_prefix_caching, eager, kernels, attention, speculative_tokens,
             guesses, kv_cache_dtype,
         )  # fmt: skip
         if generation_config not in ("auto", "off"):
@@ -118,6 +125,7 @@ class LLM:
         if quantization is not None and (quantization not in QUANTIZATIONS or isinstance(model, Llama)):
             held = "; a Llama that you hold, round with quantize_model" if isinstance(model, Llama) else ""
             raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}{held}, got {quantization!r}")
+        self._spread = spread = Spread.of(device_map, max_memory, offload_folder, isinstance(model, Llama))
         ranks = None
         if tensor_parallel_size != 1:
             from .ranks import join_ranks  # torch.distributed's meshes take a second to import
@@ -134,15 +142,9 @@ class LLM:
                     warnings.simplefilter("ignore")
                     tokenizer = load_tokenizer(path)
             where = resolve_device(device) if ranks is None else ranks.device
-            self.model = load_for_inference(
-                path,
-                resolve_dtype(dtype, where),
-                where,
-                kernels=kernels,
-                quantization=quantization,
-                ranks=ranks,
-                progress=progress,
-            )
+            load = load_for_inference if spread is None else spread.load
+            kind = {"kernels": kernels, "quantization": quantization, "ranks": ranks, "progress": progress}
+            self.model = load(path, resolve_dtype(dtype, where), where, **kind)  # type: ignore[arg-type]
             if generation_config == "auto":
                 self.model_sampling = model_sampling(path)
         self.draft = load_draft(draft, self.model, kernels, progress) if isinstance(draft, str | Path) else draft
@@ -161,6 +163,8 @@ class LLM:
         built = build_engine(self.model, self.tokenizer, self._settings, self._ranks, self.draft)
         self.engine, self.max_model_len, self.remarks = built.engine, built.max_model_len, built.remarks
         self.attention = built.attention
+        if self._spread is not None:
+            self.remarks = (self._spread.told, *self.remarks)
         self.requests = Requests(self.tokenizer, self.model.config.vocab_size, self.max_model_len)
 
     def restart(self) -> None:
