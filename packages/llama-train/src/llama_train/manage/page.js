@@ -141,9 +141,10 @@ function hover(panel, event) {
     row.append(`  at ${long(state.axis, x[i])}  ${run.name}`);
   }
   panel.tip.hidden = false;
-  const right = X(wanted) > width / 2;
-  panel.tip.style.left = right ? "auto" : `${X(wanted) + 24}px`;
-  panel.tip.style.right = right ? `${width - X(wanted) + 24}px` : "auto";
+  const section = panel.svg.parentElement, size = panel.tip.offsetWidth, most = section.clientWidth - size - 4;
+  const inset = panel.svg.getBoundingClientRect().left - section.getBoundingClientRect().left;
+  const beside = X(wanted) > width / 2 ? X(wanted) - 12 - size : X(wanted) + 12;
+  panel.tip.style.left = `${Math.max(4, Math.min(most, inset + beside))}px`;
   panel.tip.style.top = "2.5rem";
 }
 
