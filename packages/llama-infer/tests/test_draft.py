@@ -221,3 +221,43 @@ def test_the_shorter_context_counts(model: Llama, make_model: MakeModel) -> None
     llm = LLM(model, draft=make_model(max_position_embeddings=32))
     assert llm.max_model_len == 32
     assert any("draft model's context is 32" in remark for remark in llm.remarks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_and_cancels_leak_nothing(
+    model: Llama, make_model: MakeModel, tokenizer: Tokenizer, seed: int
+) -> None:
+    """Random requests, guided ones among them, come and go in little memory; what was not cancelled is the oracle's."""
+    dice = random.Random(seed)
+    llm = LLM(
+        model, tokenizer=tokenizer, draft=near(model, make_model, 0.03), num_speculative_tokens=3, max_num_seqs=3,
+        kv_cache_memory_bytes=2 * 5 * BLOCK, max_num_batched_tokens=16,
+    )  # fmt: skip
+    engine = llm.engine
+    requests: list[Any] = []
+    cancelled: list[Any] = []
+    steps = 0
+    while len(requests) < 12 or any(not request.sequences[0].has_ended() for request in requests):
+        if len(requests) < 12 and dice.random() < 0.4:
+            prompt = [dice.randrange(256) for _ in range(dice.randrange(1, 40))]
+            form = {"regex": "[a-f]{3,9}"} if dice.random() < 0.3 else None
+            params = SamplingParams(temperature=0.0, max_tokens=dice.randrange(1, 20), structured_outputs=form)
+            requests.append(llm.requests.request(None, prompt, params))
+            engine.add(requests[-1].sequences[0])
+        alive = [request for request in requests if not request.sequences[0].has_ended()]
+        if alive and dice.random() < 0.05:
+            cancelled.append(dice.choice(alive))
+            engine.abort(cancelled[-1].sequences[0])
+        engine.step()
+        engine.scheduler.pool.check()
+        steps += 1
+        assert steps < 2000, "somebody starves"
+    plain = LLM(model, tokenizer=tokenizer)
+    for request in requests:
+        (sequence,) = request.sequences
+        expected = plain.generate([request.prompt_ids], request.params)[0]
+        if request in cancelled:
+            assert sequence.token_ids == expected.token_ids[: len(sequence.token_ids)]
+        else:
+            assert (sequence.token_ids, sequence.finish_reason) == (expected.token_ids, expected.finish_reason)
+    assert engine.scheduler.pool.free == engine.scheduler.pool.num_blocks

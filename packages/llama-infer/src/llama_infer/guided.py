@@ -82,7 +82,7 @@ class Guide:
         if not stopped:
             self._bits = self._matcher.compute_bitmask()
             # That nothing can follow may show here only.
-            stopped = self._matcher.is_stopped() or not any(_without(self._bits, self._end_ids))
+            stopped = self._matcher.is_stopped() or not _without(self._bits, self._end_ids).strip(b"\0")
         if self._matcher.is_error():
             self.error = f"structured_outputs cannot go on: {_first_line(self._matcher.get_error())}"
         self._over = stopped and self.error is None

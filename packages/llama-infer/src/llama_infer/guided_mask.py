@@ -26,7 +26,7 @@ class AllowedTokens:
         if device.type == "cuda":
             bits, rows = bits.pin_memory(), rows.pin_memory()
         bits, rows = bits.to(device, non_blocking=True), rows.to(device, non_blocking=True)
-        powers = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+        powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
         allowed = (bits.unsqueeze(2) & powers).flatten(1)[:, :vocabulary] != 0
         return logits_RV.index_copy(0, rows, logits_RV[rows].masked_fill(~allowed, float("-inf")))
 
@@ -58,4 +58,4 @@ def _drawable(bits: bytes, width: int) -> bytes:
     """A set of ids cut or filled to a width. One without any, which is the row behind a guess that completes the
     output or does not fit it, becomes all: something must be drawn there, and nobody takes it."""
     bits = bits[:width].ljust(width, b"\0")
-    return bits if any(bits) else b"\xff" * width
+    return bits if bits.strip(b"\0") else b"\xff" * width
