@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from llama_core import Attend, Llama
 from llama_core.checkpoint import Checkpoint, check, fill
 from llama_core.load import open_checkpoint
+from llama_core.model import DecoderLayer
 from llama_core.rope import RotaryEmbedding
 
 from .cpu import use_onednn
@@ -124,6 +125,7 @@ class Spread:
             model.model.rotary_emb.to(device)
         for number, layer in enumerate(model.model.layers):
             place = _place_of(f"model.layers.{number}", places)
+            assert isinstance(layer, DecoderLayer)
             if isinstance(place, int) and place != main:  # the cache is in one place
                 layer.self_attn.register_forward_pre_hook(_attends_on(device))
         return model
