@@ -86,8 +86,7 @@ class BenchServe:
 
         from .serve_report import draw, table
 
-        console = Console(file=sys.stdout)
-        console.print(table(summaries), crop=False, width=max(console.width, 130))
+        Console(file=sys.stdout).print(table(summaries))
         for found in summaries:
             for error in found["errors"]:
                 print(f"llama-infer: {error}", file=sys.stderr)

@@ -48,22 +48,24 @@ def table(summaries: Sequence[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD)
-    made.add_column("load", no_wrap=True)
-    columns = [f"{what} p{p}" for what in ("first", "between", "whole") for p in PERCENTILES]
-    for name in ("failed", "req/s", "tokens/s", *columns):
-        made.add_column(name, justify="right")
+    for name in ("load", "seconds"):
+        made.add_column(name, no_wrap=True)
+    for name in (*(f"p{p}" for p in PERCENTILES), "failed", "req/s", "tokens/s"):
+        made.add_column(name, justify="right", no_wrap=True)
     for found in summaries:
         load = f"{found['load']:g} clients" if found["loop"] == "closed" else f"{found['load']:g} req/s"
-        rates = (f"{found['requests_per_second']:.1f}", f"{found['tokens_per_second']:.0f}")
-        times = [_duration(found[what][f"p{p}"]) for what in TIMES for p in PERCENTILES]
-        made.add_row(load, f"{found['failed']}/{found['requests']}", *rates, *times)
+        failed = f"{found['failed']}/{found['requests']}"
+        rates = (failed, f"{found['requests_per_second']:.1f}", f"{found['tokens_per_second']:.0f}")
+        for at, (what, title) in enumerate(TIMES.items()):
+            times = [_duration(found[what][f"p{p}"]) for p in PERCENTILES]
+            made.add_row("" if at else load, title, *times, *(("", "", "") if at else rates))
     return made
 
 
 def _duration(seconds: float) -> str:
     if math.isnan(seconds):
         return "–"
-    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
 
 
 def draw(summaries: Sequence[dict[str, Any]], path: Path) -> None:
