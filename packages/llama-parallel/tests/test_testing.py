@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import time
@@ -78,3 +79,17 @@ def test_results_may_be_large() -> None:
     # Larger than a pipe holds: a parent that waited for the processes first would wait for ever.
     results = run_ranks(lambda rank: torch.full((1 << 18,), float(rank)), 2, backend=None)
     assert [float(result.sum()) for result in results] == [0.0, float(1 << 18)]
+
+
+def test_a_ranks_collector_leaves_the_parents_garbage_alone() -> None:
+    """A process group of gloo has threads, which a fork does not copy: freeing one in a rank would wait for them."""
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[object] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
+        cycle.append(cycle)
+        del cycle
+        assert run_ranks(lambda rank: gc.collect() >= 0, 2, timeout=20, backend=None) == [True, True]
+    finally:
+        gc.enable()
+        gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -94,6 +95,9 @@ def _rank(
     sender: Connection,
     parent: int,
 ) -> None:
+    # What the parent has left as garbage may own threads that a fork does not copy; collecting a process group of gloo
+    # here waits for them for ever.
+    gc.freeze()
     torch.set_num_threads(1)  # also keeps the child off the parent's OpenMP threads, which a fork does not copy
     os.environ["OMP_NUM_THREADS"] = "1"
     with open(folder / f"stack-{rank}.txt", "w") as stack:
