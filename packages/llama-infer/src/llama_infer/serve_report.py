@@ -47,7 +47,7 @@ def table(summaries: Sequence[dict[str, Any]]) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD)
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("load", "seconds"):
         made.add_column(name, no_wrap=True)
     for name in (*(f"p{p}" for p in PERCENTILES), "failed", "req/s", "tokens/s"):
@@ -58,7 +58,7 @@ def table(summaries: Sequence[dict[str, Any]]) -> Table:
         rates = (failed, f"{found['requests_per_second']:.1f}", f"{found['tokens_per_second']:.0f}")
         for at, (what, title) in enumerate(TIMES.items()):
             times = [_duration(found[what][f"p{p}"]) for p in PERCENTILES]
-            made.add_row("" if at else load, title, *times, *(("", "", "") if at else rates))
+            made.add_row("" if at else load, title.removeprefix("to the "), *times, *(("", "", "") if at else rates))
     return made
 
 
