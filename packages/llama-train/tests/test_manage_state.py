@@ -130,6 +130,9 @@ def test_runs_and_settings_are_told_apart(run: Path, tmp_path: Path, tiny: Train
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "b.toml").write_text("", encoding="utf-8")
     (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "sweep" / "cases").mkdir(parents=True)
+    (tmp_path / "sweep" / "sweep.json").touch()
+    (tmp_path / "sweep" / "cases" / "c.toml").touch()
     assert find_runs(tmp_path) == [run]
     assert find_runs(run) == [run]
     assert find_settings(tmp_path) == [tmp_path / "deep" / "er" / "a.toml"]

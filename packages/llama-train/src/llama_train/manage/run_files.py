@@ -11,6 +11,7 @@ from llama_train.config import TrainConfig
 from llama_train.config_file import load_config
 
 CONFIG, METRICS, OUTCOME = "config.toml", "metrics.jsonl", "outcome.json"
+SWEEP = "sweep.json"
 JOBS = "slurm"
 """Of `llama-train submit`, in a run folder that may be of a run that has not started yet."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
@@ -65,6 +66,8 @@ def settings_of(run: Path) -> TrainConfig | None:
 def _walk(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give one that holds runs")
+    if (folder / SWEEP).is_file():
+        return  # of `llama-train bench sweep`, whose cases are no runs
     yield folder
     if is_run(folder):
         return
