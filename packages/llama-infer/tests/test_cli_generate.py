@@ -109,3 +109,26 @@ def test_a_prompt_longer_than_the_context_is_one_line(capfd: pytest.CaptureFixtu
     out, err = capfd.readouterr()
     assert out == ""
     assert err == "llama-infer: prompt 0 has 100 tokens; the context is 64, so a prompt may have at most 63\n"
+
+
+def test_several_prompts_are_one_batch(capfd: pytest.CaptureFixture[str], save: Save) -> None:
+    folder = save()
+    flags = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos"]
+    out, _ = run(capfd, folder, "--prompt", "hello", "--prompt", "you", *flags)
+    texts = [reply(folder, prompt, temperature=0.0, max_tokens=5, ignore_eos=True) for prompt in ("hello", "you")]
+    assert out == "".join(text + "\n" for text in texts)
+    out, _ = run(capfd, folder, "--prompt", "hello", "--prompt", "you", "--json", *flags)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == texts
+
+
+def test_a_draft_and_a_form(capfd: pytest.CaptureFixture[str], save: Save, tmp_path: Path) -> None:
+    folder = save()
+    draft = folder.rename(tmp_path / "draft")
+    folder = save(seed=3)
+    form = ["--structured-outputs", '{"regex": "[a-z]{9}"}']
+    guess = ["--draft", str(draft), "--num-speculative-tokens", "2"]
+    out, _ = run(capfd, folder, "--prompt", "hello", "--temperature", "0", *guess, *form)
+    assert out == reply(folder, "hello", temperature=0.0, structured_outputs={"regex": "[a-z]{9}"}) + "\n"
+    assert len(out) == 10
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "x", "--num-speculative-tokens", "2"]) == 2
+    assert "num_speculative_tokens needs a draft model" in capfd.readouterr().err

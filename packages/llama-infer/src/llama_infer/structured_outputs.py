@@ -39,7 +39,7 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
-    """A context-free grammar, in llama.cpp's GBNF (`root ::= …`) or Lark's syntax (`start: …`)."""
+    """A context-free grammar, in llama.cpp's GBNF (it begins at `root`) or in Lark's syntax (at `start`)."""
     whitespace_pattern: str | None = None
     """For JSON: what may stand between its tokens, as a regular expression; "" for nothing. None: up to 20 spaces,
     tabs and newlines, enough to indent and too few to run away in."""
