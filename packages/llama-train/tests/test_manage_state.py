@@ -13,7 +13,7 @@ import pytest
 
 from llama_train.cli import main
 from llama_train.config import TrainConfig
-from llama_train.config_file import dump_config
+from llama_train.config_file import dump_config, load_config
 from llama_train.manage.history import read_history
 from llama_train.manage.run_files import find_runs, find_settings, is_run, last_checkpoint
 from llama_train.manage.run_state import noted_outcome, run_state
@@ -56,7 +56,7 @@ def test_the_command_leaves_its_outcome(
     assert _state(tmp_path / "run") == "stopped"
     assert main(["run", str(path)]) == 0
     assert _state(tmp_path / "run") == "finished"
-    with open_run_folder(tiny):
+    with open_run_folder(load_config(tmp_path / "run" / "config.toml")):
         assert _state(tmp_path / "run") == "running"
     assert main(["run", str(path), "--schedule.steps", "30", "--optimizer.learning-rate", "1e30"]) == 1
     state, reason = run_state(tmp_path / "run", read_history(tmp_path / "run" / "metrics.jsonl"))
