@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from llama_core import Tokenizer
 
 from .settings import PrepareConfig
+from .word_cache import word_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Encoder:
             raise ValueError("--bos is 'yes'; this tokenizer has no begin token")
         self.first = [tokenizer.bos_id] if wants_bos and tokenizer.bos_id is not None else []
         self.last = [tokenizer.eos_id] if config.eos == "yes" and tokenizer.eos_id is not None else []
+        cache = word_cache(tokenizer)
+        self._encode_texts = partial(tokenizer.encode_batch, add_bos=False) if cache is None else cache.encode
         # SentencePiece vocabularies put a space before every text, so two texts are not the text of both.
         self._joins = tokenizer.decode(self._ids("a b") + self._ids("c d")) == "a bc d"
 
@@ -57,14 +61,14 @@ class Encoder:
             found.append(result)
         # All plain texts at once: that is where nearly all the time goes.
         try:
-            encoded = iter(self.tokenizer.encode_batch([text for text in texts if text is not None], add_bos=False))
+            encoded = iter(self._encode_texts([text for text in texts if text is not None]))
         except ValueError:  # one of them cannot be encoded: which?
             for index, text in enumerate(texts):
                 try:
                     self._ids(text or "")
                 except ValueError as error:
                     texts[index], found[index] = None, str(error)
-            encoded = iter(self.tokenizer.encode_batch([text for text in texts if text is not None], add_bos=False))
+            encoded = iter(self._encode_texts([text for text in texts if text is not None]))
         for index, (text, (_, begins, ends)) in enumerate(zip(texts, tasks)):
             if text is not None:
                 ids = next(encoded)
