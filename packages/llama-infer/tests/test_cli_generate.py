@@ -127,7 +127,8 @@ def test_a_draft_and_a_form(capfd: pytest.CaptureFixture[str], save: Save, tmp_p
     folder = save(seed=3)
     form = ["--structured-outputs", '{"regex": "[a-z]{9}"}']
     guess = ["--draft", str(draft), "--num-speculative-tokens", "2"]
-    out, _ = run(capfd, folder, "--prompt", "hello", "--temperature", "0", *guess, *form)
+    out, err = run(capfd, folder, "--prompt", "hello", "--temperature", "0", *guess, *form)
+    assert "% of the guesses were right" in err
     assert out == reply(folder, "hello", temperature=0.0, structured_outputs={"regex": "[a-z]{9}"}) + "\n"
     assert len(out) == 10
     assert cli.main(["generate", "--model", str(folder), "--prompt", "x", "--num-speculative-tokens", "2"]) == 2

@@ -93,10 +93,11 @@ class Bench(ModelOptions):
             "model": NAME if self.model is None else self.model,
             "dtype": str(weight.dtype).removeprefix("torch."),
             "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "device": device,
         }
         points = bench_engine(llm, rates, self.batch_sizes, self.prompt_lengths, new)
-        title = ", ".join(str(value) for value in about.values() if value)
+        title = ", ".join(str(value) for value in about.values() if value and value != "auto")
         print_table(points, f"{title}: {new} new tokens each", Console(file=sys.stdout))
         print(told_rates(rates))
         if self.json is not None:

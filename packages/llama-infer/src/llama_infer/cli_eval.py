@@ -59,6 +59,7 @@ class Eval(ModelOptions):
                 "windows": found.windows,
                 "seconds": found.seconds,
                 "quantization": self.quantization,
+                "kv_cache_dtype": self.kv_cache_dtype,
                 "dtype": str(next(llm.model.parameters()).dtype).removeprefix("torch."),
             }
             print(json.dumps(result))

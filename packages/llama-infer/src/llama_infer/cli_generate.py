@@ -68,6 +68,8 @@ class Generate(SamplingOptions, ModelOptions):
             reasons: list[FinishReason | None] = [output.finish_reason for output in outputs]
         else:
             reasons = [_stream(llm, encoded[0], params)]
+        if llm.acceptance_rate is not None and not self.json:
+            print(f"llama-infer: {llm.acceptance_rate:.0%} of the guesses were right", file=sys.stderr)
         if "length" in reasons and not self.json:
             print("llama-infer: stopped at the limit (--max-tokens, or the model's context)", file=sys.stderr)
         return 0
@@ -91,7 +93,8 @@ class Generate(SamplingOptions, ModelOptions):
         if self.prompt:
             raise ValueError("--prompt and --input are two ways to say what to continue; give one")
         # Whatever decides a result, but not where it runs and how fast.
-        names = ("model", "dtype", "quantization", "draft", "max_model_len", "generation_config", "chat", "system")
+        model = ("model", "dtype", "quantization", "kv_cache_dtype", "draft", "max_model_len", "generation_config")
+        names = (*model, "chat", "system")
         decisive = {**{name: getattr(self, name) for name in names}, "settings": settings}
         if self.input == "-":
             tasks = list(read_tasks(sys.stdin.buffer, decisive))
