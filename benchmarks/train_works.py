@@ -67,6 +67,7 @@ WORKS = {
         replace(_SMOL, who=_PLAIN),
         replace(_SMOL, who=_EAGER),
         replace(_SMOL, who=_LIGER),
+        replace(_SMOL, who="ours, again"),  # clocks move: how far in this run?
         replace(_SMOL, name="SmolLM-1.7B 4 × 8 × 2048", who="ours, pure bf16", accumulation=4),
         replace(_SMOL, name="SmolLM-1.7B 4 × 8 × 2048", who="ours, float32 master", accumulation=4, master=True),
         replace(_SMOL, name="SmolLM-1.7B 4 × 8 × 2048", who="ours, fp8", accumulation=4, fp8=True),
@@ -75,6 +76,7 @@ WORKS = {
         _LLAMA,
         replace(_LLAMA, who=_COMPILED),
         replace(_LLAMA, who="ours, fp8", fp8=True),
+        replace(_LLAMA, who="ours, again"),
         replace(_LLAMA, who=_LIGER),
     ],
     "long": [
@@ -151,7 +153,7 @@ def measure(work: Work, device: torch.device, seconds: float, profile: bool, say
             "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
         },
     )
-    if profile and work.who.startswith("ours") and device.type == "cuda":
+    if profile and not work.once and work.who.startswith("ours") and device.type == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             step()
             wait(device)
