@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from llama_core import Llama, LlamaConfig, Tokenizer, generate_naive, save_model
-from llama_infer import LLM, SamplingParams
+from llama_infer import LLM, SamplingParams, cli
+from llama_infer.quantize import QuantizedLinear
+from llama_infer.rounding import QUANTIZATIONS
 from llama_infer.shared_model import share_of
 from llama_parallel.testing import RankError, run_ranks
 
@@ -131,6 +133,22 @@ def test_rounded_weights(save: Callable[..., Path], make_model: Callable[..., Ll
     got = torch.tensor([next(iter(e.values())).logprob for o in outputs for e in o.prompt_logprobs or [] if e])
     error = (got - expected).norm() / (expected - expected.mean()).norm()
     assert 0 < error < {"int8": 0.04, "fp8": 0.16, "int4": 0.5}[quantization]  # twice those of test_quantize
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_a_rounded_folder_gives_what_it_gives_undivided(save: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """The scales are the file's; int4's groups do not end where o_proj is cut, so that its part is decoded."""
+    source, target = save(hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32), tmp_path / "out"
+    assert cli.main(["convert", str(source), str(target), "--quantization", kind]) == 0
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+    def work(llm: LLM) -> Any:
+        rounded = sum(isinstance(module, QuantizedLinear) for module in llm.model.modules())
+        return rounded, [output.token_ids for output in llm.generate(PROMPTS, params)]
+
+    rounded, tokens = on_ranks(target, 2, work)
+    assert rounded == (6 if kind == "int4" else 8)
+    assert tokens == work(LLM(target, device="cpu"))[1]
 
 
 @pytest.mark.parametrize(
