@@ -53,6 +53,23 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], LLM]:
     return add
 
 
+@pytest.mark.parametrize("draft_seed", [0, 9])
+@pytest.mark.usefixtures("graphs")
+def test_paged_steps_without_graphs_equal_the_oracle(
+    model: Llama, make_model: Callable[..., Llama], draft_seed: int
+) -> None:
+    """What a GPU does with enforce_eager: a draft reads its own newest tokens where they were left."""
+    llm = LLM(model, draft=make_model(seed=draft_seed), block_size=4, max_num_seqs=5, max_num_batched_tokens=24)
+    assert llm.engine.runner.attend_rows is None
+    llm.engine.runner.cache.memory.zero_()
+    prompts = [[1, 2, 3], list(range(30)), [5, 6] * 8, [9]]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = generate_naive(lambda ids: model.logits(model(ids)), prompt, max_new_tokens=20)
+        assert output.token_ids == expected
+    assert (llm.acceptance_rate == 1.0) == (draft_seed == 0)
+
+
 @pytest.mark.parametrize("guess", ["none", "text", "draft"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_greedy_tokens_equal_the_oracle(

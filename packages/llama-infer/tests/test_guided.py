@@ -168,6 +168,28 @@ def test_company_changes_nothing(long_model: Llama, tokenizer: Tokenizer) -> Non
             assert llm.engine.accepted > 0
 
 
+def test_beside_steps_that_are_sent_ahead(
+    long_model: Llama, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where free sequences are a step ahead of the host: guided ones come and go among them."""
+    prompts = ["hello", "abc", "hello", "x", "you", "abc"]
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=i,
+            max_tokens=30 if i % 2 else 8 + i,
+            structured_outputs=FORMS[i // 2][0] if i % 2 else None,
+        )
+        for i in range(6)
+    ]
+    expected = [LLM(long_model, tokenizer=tokenizer).generate(p, each)[0] for p, each in zip(prompts, params)]
+    monkeypatch.setattr("llama_infer.engine_build.attention_for", lambda *_: None)
+    llm = LLM(long_model, tokenizer=tokenizer, max_num_seqs=3)
+    llm.engine.overlap = True
+    for output, wanted in zip(llm.generate(prompts, params), expected, strict=True):
+        assert output.token_ids == wanted.token_ids
+
+
 def test_a_free_neighbour_is_not_masked(llm: LLM, long_model: Llama, tokenizer: Tokenizer) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     guided = SamplingParams(temperature=1.0, structured_outputs={"regex": "x{20}"})
