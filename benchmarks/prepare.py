@@ -5,7 +5,7 @@
 Needs `datasets` and `transformers` beside the workspace. Both read the same JSON lines; both are timed from the start
 of reading to the last token on disk, in turns, and the ratio is that of the medians. The rival gets its best of one
 process (whose Rust threads take all cores) and one process per core. Our worker processes are started inside the timed
-part and import torch, seconds of processor time each: on little text that decides, so measure with 200 MB or more.
+part: half a second of processor time each, which counts on little text.
 The text is the source of Python's standard library in documents of 3,000 characters.
 """
 
