@@ -72,18 +72,19 @@ def folder(tiny: TrainConfig, tmp_path: Path, change: Callable[..., TrainConfig]
 
 def test_jobs_are_handed_in_once(folder: Path, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--gpus-per-node", "2", "--partition", "gpu", "--account", "mine", "--time", "1-0", "--sbatch=--mem=0"]
+    flags += ["--cpus-per-process", "6"]
     assert main(["submit", str(folder), *flags]) == 0
     out = capsys.readouterr().out
     assert f"handed in   b ({folder}/deep/b.toml): 2 × 2 processes, job 101" in out
     assert [words[0] for words in _handed_in(slurm).values()] == ["--parsable", "--parsable"]
     script = (tmp_path / "runs" / "b" / "slurm" / "job.sh").read_text(encoding="utf-8")
     for line in (
-        "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--partition=gpu", "--account=mine", "--time=1-0",
-        "--mem=0", "--requeue", "--signal=B:USR1@300", f"--chdir={tmp_path}", "--job-name=b",
+        "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=6", "--gpus-per-node=2", "--partition=gpu",
+        "--account=mine", "--time=1-0", "--mem=0", "--requeue", "--signal=B:USR1@300", f"--chdir={tmp_path}", "--job-name=b",
         f"--output={tmp_path}/runs/b/slurm/%j.out",
     ):  # fmt: skip
         assert f"#SBATCH {line}\n" in script
-    assert "torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d" in script
+    assert "WORLD_SIZE=4 LOCAL_WORLD_SIZE=2\n" in script
     assert f"-m llama_train run {folder}/deep/b.toml &" in script
     alone = (tmp_path / "runs" / "a" / "slurm" / "job.sh").read_text(encoding="utf-8")
     assert "#SBATCH --job-name=a_b\n" in alone
@@ -105,7 +106,7 @@ def test_dry_run_hands_in_nothing(
     assert main(["submit", str(folder), "--gpus-per-node", "4", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "#SBATCH --nodes=1\n" in out
-    assert "--nproc-per-node=4" in out
+    assert "WORLD_SIZE=4 LOCAL_WORLD_SIZE=4\n" in out
     assert _handed_in(slurm) == {}
     assert not (tmp_path / "runs").exists()
 
@@ -296,25 +297,37 @@ def test_nodes(tiny: TrainConfig, change: Callable[..., TrainConfig]) -> None:
     assert options_of({"qos": None, "account": "a"}, ["--mem=0"]) == ("--account=a", "--mem=0")
 
 
+# srun starts as many tasks as the environment says, and scancel signals each of them and nothing that they start.
+SRUN = """#!/bin/bash
+shift
+for ((task = 0; task < STAND_IN_TASKS; task++)); do
+  SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+  echo $! >> "$SLURM_STAND_IN/tasks"
+done
+status=0
+for task in $(cat "$SLURM_STAND_IN/tasks"); do wait "$task" || status=$?; done
+exit $status
+"""
 STAND_INS = {
-    "scancel": '#!/bin/sh\n[ "$1" = --signal=USR1 ] && kill -USR1 "$(cat "$SLURM_STAND_IN/step")"\n',
+    "scancel": '#!/bin/sh\n[ "$1" = --signal=USR1 ] && kill -USR1 $(cat "$SLURM_STAND_IN/tasks")\n',
     "scontrol": '#!/bin/sh\n[ "$1" = show ] && echo localhost || echo "$@" >> "$SLURM_STAND_IN/scontrol"\n',
-    "srun": '#!/bin/bash\nshift\necho $$ > "$SLURM_STAND_IN/step"\nexec "$@"\n',
+    "srun": SRUN,
 }
 
 
 def test_a_job_that_nears_its_limit_saves_and_goes_back_into_the_queue(
     tiny: TrainConfig, slurm: Path, tmp_path: Path, change: Callable[..., TrainConfig]
 ) -> None:
-    """The rendered script under bash: signalled as Slurm does, before and after it has something to save."""
+    """The rendered script under bash, two processes: the shell is signalled, as Slurm does shortly before the limit."""
     for name, text in STAND_INS.items():
         _program(tmp_path / "bin" / name, text)
-    config = change(tiny, **{"parallel.dp_shard": 1, "schedule.steps": 100_000})
+    config = change(tiny, **{"parallel.dp_shard": 2, "schedule.steps": 100_000})
     file = tmp_path / "long run.toml"
     file.write_text(dump_config(config), encoding="utf-8")
     script = tmp_path / "job.sh"
     script.write_text(render(default_template(), job_fields(config, file, Cluster())), encoding="utf-8")
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "OMP_NUM_THREADS": "1"}
+    job_id = str(os.getpid())  # which fixes the port where the processes meet
+    environment = {**os.environ, "SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "n1", "STAND_IN_TASKS": "2"}
     output = tmp_path / "output"
     with output.open("w") as out, subprocess.Popen(["bash", script], env=environment, stdout=out, stderr=out) as job:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -326,7 +339,7 @@ def test_a_job_that_nears_its_limit_saves_and_goes_back_into_the_queue(
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=120) == 0
     assert "stopped    by SIGUSR1" in output.read_text(encoding="utf-8")
-    assert (slurm / "scontrol").read_text(encoding="utf-8") == "requeue 7\n"
+    assert (slurm / "scontrol").read_text(encoding="utf-8") == f"requeue {job_id}\n"
     assert json.loads((tmp_path / "run" / "outcome.json").read_text(encoding="utf-8"))["state"] == "stopped"
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
@@ -341,9 +354,10 @@ def test_later_links_and_failures(
     values = job_fields(config, tmp_path / "none.toml", Cluster())
     script = tmp_path / "job.sh"
     script.write_text(render(default_template(), {**values, "command": "sh -c 'exit 3'"}), encoding="utf-8")
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "STAND_IN_TASKS": "1"}
 
     def run(link: str) -> tuple[int, str]:
+        (slurm / "tasks").unlink(missing_ok=True)
         done = subprocess.run(["bash", script, link], env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout
 

@@ -56,6 +56,8 @@ class SubmitConfig:
     """Which pays."""
     qos: str | None = None
     """Quality of service."""
+    cpus_per_process: int | None = None
+    """Cores of a process, which are also its threads; unset leaves that to the cluster, with one thread."""
     sbatch: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One more option for sbatch: --sbatch=--constraint=h100; may be repeated."""
     chain: int = 1
@@ -70,7 +72,7 @@ class SubmitConfig:
     """Print the template of a job script."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus_per_node", "nodes", "chain", "signal_before"):
+        for name in ("gpus_per_node", "nodes", "chain", "signal_before", "cpus_per_process"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
         for name in ("time", "partition", "account", "qos"):
@@ -94,7 +96,8 @@ def main(arguments: list[str]) -> int:
     for state in asked.only:
         if state not in CHOICES:
             raise ValueError(f"--only is {state!r}; it must be one of {', '.join(CHOICES)}")
-    pairs = {"partition": asked.partition, "account": asked.account, "qos": asked.qos}
+    cpus = None if asked.cpus_per_process is None else str(asked.cpus_per_process)
+    pairs = {"partition": asked.partition, "account": asked.account, "qos": asked.qos, "cpus-per-task": cpus}
     cluster = Cluster(
         processes_per_node=asked.gpus_per_node,
         nodes=asked.nodes,

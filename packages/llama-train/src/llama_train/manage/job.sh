@@ -2,7 +2,7 @@
 # One job of a run, rendered by `llama-train submit`: it goes on from the newest checkpoint and is safe to start again.
 #SBATCH --job-name={{name}}
 #SBATCH --nodes={{nodes}}
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node={{processes_per_node}}
 #SBATCH --time={{time}}
 #SBATCH --chdir={{folder}}
 #SBATCH --output={{log}}
@@ -24,10 +24,18 @@ ask_to_stop() {
 }
 trap ask_to_stop USR1
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
-# torchrun itself must not mind the signal that is meant for the processes it has started.
-srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec "$@"' job {{command}} &
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi # srun does not inherit it
+
+# Every process is a task of Slurm's own. Under torchrun it would not be, and would never see the signal: where Slurm
+# tracks processes by cgroups, it signals tasks and not what they have started. A process that is not ready for the
+# signal yet ignores it.
+start='trap "" USR1
+export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE={{processes}} LOCAL_WORLD_SIZE={{processes_per_node}}
+exec "$@"'
+srun --kill-on-bad-exit=1 bash -c "$start" job {{command}} &
 step=$!
 status=129
 while [ "$status" -gt 128 ]; do # a signal ends the wait, not the step

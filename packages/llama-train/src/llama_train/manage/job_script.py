@@ -84,12 +84,7 @@ def job_fields(config: TrainConfig, file: Path, cluster: Cluster) -> dict[str, s
     if config.device != "cpu":
         options.append(f"--gpus-per-node={size.per_node}")
     options.append("--requeue" if cluster.requeue else "--no-requeue")
-    command = [sys.executable, "-m"]
-    rendezvous = ""
-    if size.nodes * size.per_node > 1:
-        command += ["torch.distributed.run", f"--nnodes={size.nodes}", f"--nproc-per-node={size.per_node}"]
-        rendezvous = ' --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" -m'
-    words = shlex.join(command) + rendezvous + " " + shlex.join(["llama_train", "run", str(file.absolute())])
+    command = shlex.join([sys.executable, "-m", "llama_train", "run", str(file.absolute())])
     return {
         "name": re.sub(r"[^\w.-]", "_", config.name),
         "nodes": str(size.nodes),
@@ -104,7 +99,7 @@ def job_fields(config: TrainConfig, file: Path, cluster: Cluster) -> dict[str, s
         "signal_before": str(cluster.signal_before),
         "options": "\n".join(f"#SBATCH {option}" for option in options),
         "requeue": "yes" if cluster.requeue else "no",
-        "command": words,
+        "command": command,
     }
 
 
