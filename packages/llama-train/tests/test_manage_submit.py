@@ -80,8 +80,8 @@ def test_jobs_are_handed_in_once(folder: Path, slurm: Path, tmp_path: Path, caps
     script = (tmp_path / "runs" / "b" / "slurm" / "job.sh").read_text(encoding="utf-8")
     for line in (
         "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=6", "--gpus-per-node=2", "--partition=gpu",
-        "--account=mine", "--time=1-0", "--mem=0", "--requeue", "--signal=B:USR1@300", f"--chdir={tmp_path}", "--job-name=b",
-        f"--output={tmp_path}/runs/b/slurm/%j.out",
+        "--account=mine", "--time=1-0", "--mem=0", "--requeue", "--signal=B:USR1@300", "--job-name=b",
+        f"--chdir={tmp_path}", f"--output={tmp_path}/runs/b/slurm/%j.out",
     ):  # fmt: skip
         assert f"#SBATCH {line}\n" in script
     assert "WORLD_SIZE=4 LOCAL_WORLD_SIZE=2\n" in script
