@@ -61,9 +61,9 @@ class LLM:
             stay the same; what is drawn has the same distribution, with other draws for a seed.
         num_speculative_tokens: how many tokens it guesses in each step, 4 by default.
         quantization: "int8", "int4" or "fp8" rounds the weights of the layers when they are loaded; None leaves them.
-        tensor_parallel_size: how many processes share the model; torchrun starts them (`tensor_parallel.py`). On the
-            ranks after the first this constructor does not return: it computes what rank 0 asks for, and when rank 0's
-            LLM is closed or its program ends, it ends the process (SystemExit). One LLM per program then.
+        tensor_parallel_size: how many processes share the model; torchrun starts them (`tensor_parallel.py`). On ranks
+            after the first this does not return: it computes what rank 0 asks for, and ends the process (SystemExit)
+            when rank 0's LLM is closed or its program ends. One LLM per program then.
         device_map, max_memory, offload_folder: "auto" spreads a model that is too large over GPUs, main memory and
             disk (extra `offload`); `max_memory` such as {0: "20GiB", "cpu": "200MB"}. See `llama_infer.offload.Spread`.
         attention: "auto", "sdpa", "flash", "triton" or "plain"; see `llama_infer.placement.attention_for`.
@@ -130,9 +130,7 @@ class LLM:
         if tensor_parallel_size != 1:
             from .ranks import join_ranks  # torch.distributed's meshes take a second to import
 
-            if isinstance(model, Llama):
-                raise ValueError("tensor_parallel_size shares a model as it is loaded; give its path, not a Llama")
-            ranks = join_ranks(tensor_parallel_size, device)
+            ranks = join_ranks(tensor_parallel_size, device, isinstance(model, Llama))
         if isinstance(model, Llama):
             self.model = model
         else:

@@ -82,16 +82,19 @@ class Ranks:
         dist.broadcast(tensor, 0)
 
 
-def join_ranks(size: int, device: str | torch.device) -> Ranks:
+def join_ranks(size: int, device: str | torch.device, held: bool = False) -> Ranks:
     """Meet the other processes that torchrun has started.
 
     Args:
         size: how many are to share the model.
         device: "auto", "cpu" or "cuda": on a GPU each process takes the one of its number on the host.
+        held: whether it is a model that the user holds.
 
     Raises:
-        ValueError: another number of processes, or a device for all of them.
+        ValueError: another number of processes, a device for all of them, or a model that is whole already.
     """
+    if held:
+        raise ValueError("tensor_parallel_size shares a model as it is loaded; give its path, not a Llama")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"tensor_parallel_size must be a whole number of at least 1, got {size!r}")
     process = read_process(os.environ)
