@@ -53,7 +53,8 @@ class LoggingConfig:
     tensorboard: bool = False
     """Whether the figures also go to RUN/tensorboard; needs the extra `tensorboard`."""
     wandb: str | None = None
-    """Project of Weights & Biases that also gets the figures; needs the extra `wandb`. WANDB_MODE=offline needs no key."""
+    """Project of Weights & Biases that also gets the figures; needs the extra `wandb`, and `wandb login` or
+    WANDB_MODE=offline."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "logging.every", self.every, "at least 1")
