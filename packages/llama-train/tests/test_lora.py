@@ -18,9 +18,11 @@ from llama_core.lora import load_adapter, merge_lora
 from llama_parallel.testing import run_ranks
 from llama_train import TrainConfig, TrainResult, train
 from llama_train.batches import Batch
+from llama_train.build import count_parameters
 from llama_train.checkpoint import list_checkpoints, stored_names
 from llama_train.config import LoraSettings, ModelConfig, ParallelSettings
 from llama_train.lora import check_lora
+from llama_train.meter import Meter
 from llama_train.start import load_start, start_shape
 from llama_train.tokenizer_training import save_tokenizer, train_tokenizer
 from llama_train.trainer import OneProcess
@@ -332,3 +334,10 @@ def test_refusals(config: TrainConfig, recorder: Make) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_lora(replace(config, parallel=settings))
+
+
+def test_utilisation_leaves_out_the_gradients_of_frozen_weights(config: TrainConfig) -> None:
+    shape = start_shape(config.model, 16)
+    ours, full = (Meter(c, shape, ALONE) for c in (config, replace(config, lora=LoraSettings())))
+    assert full._flops - ours._flops == 2 * count_parameters(shape)
+    assert full._flops_torchtitan - ours._flops_torchtitan == 2 * count_parameters(shape)  # a tied head counts

@@ -34,6 +34,9 @@ class Meter:
         embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
         self._flops = flops_per_token(parameters, layers, width, length)
         self._flops_torchtitan = flops_per_token_torchtitan(parameters, embedding, layers, width, length)
+        if config.lora.rank:  # frozen weights get no gradient, which is a third of their products
+            self._flops -= 2 * parameters
+            self._flops_torchtitan -= 2 * (parameters - embedding)
         self.start(0)
 
     def start(self, done: int) -> None:
