@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama_kernels.adamw import adamw_, add_float32, norms
+from llama_kernels.adamw import adamw_
 from llama_kernels.compat import runs_triton
+from llama_kernels.tensor_lists import norms, sum_float32
 
 
 class KernelUpdate:
@@ -30,23 +31,37 @@ class KernelUpdate:
         self._names = {id(twin): name for name, twin in trained.items()}
         self._twinned = [name for name, twin in trained.items() if twin is not parameters[name]]
         self._sums: dict[str, Tensor] = {}
+        self._new: dict[str, Tensor] = {}
         self._scale: Tensor | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> KernelUpdate | None:
         """None where a kernel cannot serve: another device or dtype, or a DTensor."""
         everyone = (*parameters.values(), *trained.values())
-        serves = all(type(p) is nn.Parameter and runs_triton(p) and p.is_contiguous() for p in everyone)
+        serves = all(
+            type(p) is nn.Parameter and runs_triton(p) and p.is_contiguous() and p.data_ptr() % 16 == 0
+            for p in everyone
+        )
         return cls(parameters, trained) if serves else None
 
     def collect(self) -> None:
         """Take over the gradients of a micro-batch from parameters that have a twin."""
+        again: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
         for name in self._twinned:
             grad = self._parameters[name].grad
-            if grad is not None:
-                before = self._sums.get(name)
-                self._sums[name] = grad if before is None else add_float32(before, grad)
-                self._parameters[name].grad = None
+            if grad is None:
+                continue
+            self._parameters[name].grad = None
+            if name in self._sums:
+                again.setdefault((self._sums[name].dtype, grad.dtype), []).append(name)
+                self._new[name] = grad
+            else:
+                self._sums[name] = grad.contiguous()
+        for names in again.values():
+            sums = sum_float32(
+                [self._sums[name] for name in names], [self._new.pop(name).contiguous() for name in names]
+            )
+            self._sums.update(zip(names, sums, strict=True))
 
     def _gradients(self) -> dict[str, Tensor]:
         own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -55,11 +70,17 @@ class KernelUpdate:
     def clip(self, max_norm: float) -> tuple[dict[str, Tensor], Tensor]:
         """(norm of each gradient, of all); the next `step` scales by what brings the latter down to `max_norm`."""
         gradients = self._gradients()
-        each = norms(list(gradients.values()))
+        alike: dict[torch.dtype, list[str]] = {}
+        for name, gradient in gradients.items():
+            alike.setdefault(gradient.dtype, []).append(name)
+        found: dict[str, Tensor] = {}
+        for names in alike.values():
+            found.update(zip(names, norms([gradients[name].contiguous() for name in names]).unbind(), strict=True))
+        each = torch.stack(list(found.values()))
         total = torch.linalg.vector_norm(each)
         # as torch.nn.utils.clip_grads_with_norm_
         self._scale = torch.clamp(max_norm / (total + 1e-6), max=1.0) if max_norm else None
-        return dict(zip(gradients, each.unbind(), strict=True)), total
+        return found, total
 
     def step(self, group: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]], skip: Tensor | None) -> None:
         """AdamW on one group of a torch optimizer.
@@ -80,24 +101,33 @@ class KernelUpdate:
         steps = [state["step"] for _, _, state in work]
         torch._foreach_add_(steps, 1.0 if skip is None else 1.0 - skip)
         counts = torch.stack(steps).double()  # 1 - 0.999 has three digits less in float32
-        corrections = [(1 - beta**counts).float().unbind() for beta in group["betas"]]
-        for (name, twin, state), *correction in zip(work, *corrections, strict=True):
-            parameter = self._parameters[name]
+        corrections = [(1 - beta**counts).float() for beta in group["betas"]]
+        alike: dict[tuple[torch.dtype, ...], list[int]] = {}  # a launch takes one dtype for each of its lists
+        for index, (name, twin, _) in enumerate(work):
+            dtypes = (twin.dtype, gradients[name].dtype, self._parameters[name].dtype)
+            alike.setdefault(dtypes, []).append(index)
+        for indices in alike.values():
+            names, twins, states = zip(*(work[index] for index in indices), strict=True)
+            parameters = [self._parameters[name] for name in names]
+            first, second = corrections
+            if len(indices) < len(work):
+                chosen = torch.tensor(indices).to(first.device)
+                first, second = first[chosen], second[chosen]
             adamw_(
-                twin,
-                gradients[name].contiguous(),
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                (correction[0], correction[1]),
+                twins,
+                [gradients[name].contiguous() for name in names],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                (first, second),
                 learning_rate=group["lr"],
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 scale=self._scale,
                 skip=skip,
-                rounded=None if parameter is twin else parameter,
+                rounded=None if parameters[0] is twins[0] else parameters,
             )
-            torch.autograd.graph.increment_version([twin, parameter])  # a kernel of ours is nothing that torch counts
+            torch.autograd.graph.increment_version([*twins, *parameters])  # torch does not see what a kernel does
 
     def forget(self) -> None:
         """All gradients that were taken over."""
