@@ -283,3 +283,18 @@ def test_threads_do_not_grow(impatient: Running) -> None:
     for _ in range(20):
         impatient.ask("/v1/completions", {"prompt": "x" * 6000})
     assert threading.active_count() <= before + 8  # those of asyncio's executor
+
+
+def test_clients_that_go_leave_no_traces_in_the_log(impatient: Running, caplog: pytest.LogCaptureFixture) -> None:
+    for stream in (False, True):
+        raw(impatient, post({**LONG, "stream": stream})).close()
+    assert impatient.is_idle()
+    time.sleep(0.1)
+    assert not caplog.records
+
+
+def test_thousands_of_prompts_are_refused_before_they_are_read(impatient: Running) -> None:
+    begun = time.monotonic()
+    status, answer, _ = impatient.ask("/v1/completions", {"prompt": ["x"] * 10_000})
+    assert (status, time.monotonic() - begun < 2) == (400, True)
+    assert "10000 continuations; at most 12" in answer["error"]["message"]

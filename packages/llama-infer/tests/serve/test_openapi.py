@@ -50,11 +50,12 @@ def test_all_endpoints_are_tried(description: Any) -> None:
     assert sorted(found) == sorted(ENDPOINTS)
 
 
-@pytest.mark.parametrize(("path", "method"), ENDPOINTS)
-@pytest.mark.parametrize("fits", [True, False])
+CASES = [(*endpoint, True) for endpoint in ENDPOINTS]
+CASES += [(path, method, False) for path, method in ENDPOINTS if method == "POST"]  # a GET has nothing to be wrong
+
+
+@pytest.mark.parametrize(("path", "method", "fits"), CASES)
 def test_as_described(description: Any, path: str, method: str, fits: bool) -> None:
-    if not fits and method == "GET":
-        pytest.skip("nothing in it could be wrong")
     mode = GenerationMode.POSITIVE if fits else GenerationMode.NEGATIVE
     checks = [CHECKS.get_one(name) for name in NAMES]
     checks += [] if fits else [CHECKS.get_one("negative_data_rejection")]

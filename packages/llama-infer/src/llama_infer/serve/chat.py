@@ -24,7 +24,7 @@ from .tools import Call, ToolStream, parse
 
 async def chat(service: Service, asked: ChatRequest, receive: Receive) -> Response:
     """Answer one request."""
-    service.check()
+    service.admit(asked.n or 1)
     service.check_model(asked.model)
     messages = template_messages(asked)
     tools = template_tools(asked, service.tokenizer.chat_templates)

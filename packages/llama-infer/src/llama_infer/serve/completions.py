@@ -24,7 +24,7 @@ from .streaming import EventStream, TextTemplate, event
 
 async def complete(service: Service, asked: CompletionRequest, receive: Receive) -> Response:
     """Answer one request."""
-    service.check()
+    service.admit(len(asked.prompts()) * (asked.n or 1))
     service.check_model(asked.model)
     if asked.best_of not in (None, asked.n or 1):
         raise ApiError(400, f"best_of must be n, {asked.n or 1}, got {asked.best_of}", param="best_of")

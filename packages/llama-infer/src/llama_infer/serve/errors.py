@@ -50,6 +50,10 @@ class ApiError(HTTPException):  # FastAPI lets these through where it reads a bo
         return json_response(self.body(), self.status_code, self.headers)
 
 
+class ClientGone(Exception):
+    """There is nobody left to answer."""
+
+
 def unavailable(message: str, seconds: int = 1) -> ApiError:
     """503: not now; clients of OpenAI try again after so many seconds."""
     return ApiError(503, message, code="service_unavailable", headers={"retry-after": str(seconds)})
@@ -94,11 +98,15 @@ def add_handlers(app: FastAPI) -> None:
             code, message = "unknown_url", f"unknown request URL: {request.method} {request.url.path}"
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
+    async def nobody(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nginx's number; it goes nowhere
+
     async def unforeseen(_: Request, error: Exception) -> Response:
         # The server logs the traceback; the client learns nothing of our insides.
         return ApiError(500, "the server had an error while it worked on this request").response()
 
     app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(ClientGone, nobody)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(AnyHTTPException, http_error)
     app.add_exception_handler(Exception, unforeseen)

@@ -13,15 +13,11 @@ from llama_infer.async_llm import EngineFailure
 from llama_infer.outputs import Logprob, StreamChunk
 from llama_infer.request import Request
 
-from .errors import ApiError, unavailable
+from .errors import ApiError, ClientGone, unavailable
 from .service import Service, log
 
 Entry = dict[int, Logprob] | None
 """Log-probabilities of one token, where they were asked for."""
-
-
-class ClientGone(Exception):
-    """There is nobody left to answer."""
 
 
 class Generation:
@@ -48,7 +44,7 @@ class Generation:
             raise
         try:
             self.running = service.engine.start(requests)
-        except EngineFailure:
+        except RuntimeError:  # it has failed, or was closed
             service.admission.leave(len(self.sequences))
             service.engine_failed()
             raise unavailable("the engine has failed and is being restarted", seconds=2) from None

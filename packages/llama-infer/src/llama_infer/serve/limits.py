@@ -26,7 +26,7 @@ class Admission:
         self.inside = 0
         self._ends: deque[float] = deque(maxlen=REMEMBERED)
 
-    def enter(self, count: int) -> None:
+    def check(self, count: int) -> None:
         """Raises ApiError: 400 for what never fits, 429 for what doesn't fit now."""
         if count > self.limit:
             raise ApiError(400, f"the request asks for {count} continuations; at most {self.limit} fit at once")
@@ -34,6 +34,10 @@ class Admission:
             message = f"{self.inside} of {self.limit} places in the queue are taken; try again later"
             headers = {"retry-after": str(self.seconds_until_room(count))}
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+    def enter(self, count: int) -> None:
+        """Take so many places; raises as `check`."""
+        self.check(count)
         self.inside += count
 
     def leave(self, count: int) -> None:

@@ -25,8 +25,9 @@ class FailFast(_FailFast):
 MOST = 128
 """Continuations of a prompt, as at OpenAI."""
 
-Text = Annotated[str, Field(max_length=100_000)]
-Texts = Annotated[list[Annotated[Text, Field(min_length=1)]], FailFast(), Field(max_length=64)]
+Text = Annotated[str, Field(max_length=1000)]
+Stop = Annotated[str, Field(min_length=1, max_length=500)]  # each token's text is compared with all of them
+Stops = Annotated[list[Stop], FailFast(), Field(max_length=16)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -69,7 +70,7 @@ class SamplingFields(Strict):
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     n: int | None = Field(None, ge=1, le=MOST)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[Text, Field(min_length=1)] | Texts | None = None
+    stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Finite | None = Field(None, ge=0, le=2)

@@ -63,6 +63,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             build_app(service),
             **options,
+            log_config=None,  # ours has it
             log_level="error",
             access_log=False,
             server_header=False,

@@ -92,6 +92,15 @@ class Service:
     def llm(self) -> LLM:
         return self.engine.llm
 
+    def admit(self, count: int) -> None:
+        """Raises ApiError where so many sequences could not be taken now: before any work is put into them."""
+        self.check()
+        try:
+            self.admission.check(count)
+        except ApiError:
+            self.metrics.refused.inc()
+            raise
+
     def check(self) -> None:
         """Raises ApiError, 503, unless requests are taken."""
         if self.state == "restarting":

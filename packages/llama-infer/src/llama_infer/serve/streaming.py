@@ -11,8 +11,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, dump
-from .generation import ClientGone, Generation
+from .errors import ApiError, ClientGone, dump
+from .generation import Generation
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
