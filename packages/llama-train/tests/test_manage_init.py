@@ -19,7 +19,7 @@ from llama_train import load_config
 from llama_train.cli import main
 from llama_train.config import TrainConfig
 from llama_train.manage.commented_toml import commented_toml, field_help
-from llama_train.manage.new_run import accumulation_of, work_of
+from llama_train.manage.new_run import accumulation_of, planned_work
 
 
 def _keys(cls: type, section: str = "") -> list[str]:
@@ -94,7 +94,7 @@ def test_the_sums_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     shape = preset("smollm2-135m").replace(num_hidden_layers=12, vocab_size=2048)
     work = Work(shape, ParallelConfig(dp_shard=4), 1024, 64, micro_batch=2, precision="mixed")
-    assert work_of(config, shape) == work
+    assert planned_work(config, shape) == work
     assert f"{predict_memory(work).total / 1e9:.2f} GB a GPU (predicted)" in out
 
 
@@ -199,8 +199,8 @@ def test_accumulation() -> None:
 def test_precision_follows_what_the_run_would_do(tiny: TrainConfig, change: Callable[..., Any]) -> None:
     shape = preset("tiny")
     resolved = change(tiny, **{"parallel.dp_shard": 1})
-    assert work_of(resolved, shape).precision == "float32"
+    assert planned_work(resolved, shape).precision == "float32"
     gpu = change(resolved, device="cuda", dtype="bfloat16")
-    assert (work_of(gpu, shape).precision, work_of(gpu, shape).kernels) == ("master", True)
-    assert work_of(change(gpu, **{"parallel.tp": 2}), shape).precision == "mixed"
-    assert work_of(change(gpu, **{"optimizer.master_weights": False}), shape).precision == "bfloat16"
+    assert (planned_work(gpu, shape).precision, planned_work(gpu, shape).kernels) == ("master", True)
+    assert planned_work(change(gpu, **{"parallel.tp": 2}), shape).precision == "mixed"
+    assert planned_work(change(gpu, **{"optimizer.master_weights": False}), shape).precision == "bfloat16"

@@ -64,7 +64,7 @@ def test_what_is_passed_over(base: TrainConfig) -> None:
     assert "2 layers are fewer than pp 4" in str(reasons[4])
     (case,) = _cases(base, "1")
     assert why_not(case, Machine("cuda", 1, 10**12, "GPU")) is None
-    assert str(why_not(case, Machine("cuda", 1, 10**6, "GPU"))).endswith("GB are predicted; a GPU has 0 GB")
+    assert str(why_not(case, Machine("cuda", 1, 10**4, "GPU"))).endswith("GB are predicted; a GPU has 0 GB")
 
 
 def test_a_case_is_the_step_of_a_run(base: TrainConfig) -> None:

@@ -9,9 +9,10 @@ from llama_core import PRESETS, LlamaConfig, load_tokenizer, preset
 from llama_parallel.planner import Memory, Work, predict_memory
 from llama_train.build import count_parameters, model_config
 from llama_train.config import ModelConfig, ScheduleConfig, TrainConfig
-from llama_train.layout_choice import check_parallel, sizes
+from llama_train.layout_choice import check_parallel
 from llama_train.locate import EMBEDDED, locate
 from llama_train.metrics import human
+from llama_train.out_of_memory import work_of
 
 _NUMBERS = (
     "hidden_size",
@@ -116,36 +117,20 @@ def sums(config: TrainConfig) -> Sums:
     check_parallel(config, shape)
     tokens = config.rows_per_step * config.data.sequence_length
     steps = config.schedule.resolved(tokens).total
-    return Sums(count_parameters(shape), shape.vocab_size, tokens, steps, predict_memory(work_of(config, shape)))
+    return Sums(count_parameters(shape), shape.vocab_size, tokens, steps, predict(config, shape))
 
 
-def work_of(config: TrainConfig, shape: LlamaConfig) -> Work:
+def planned_work(config: TrainConfig, shape: LlamaConfig) -> Work:
     """A step of the run as the planner sees it; device and dtype that are left open are a GPU's."""
-    settings, data = config.parallel, config.data
-    layout = sizes(settings)
-    if config.dtype == "float64":
-        precision = "float64"
-    elif config.dtype == "float32" or (config.dtype == "auto" and config.device == "cpu"):
-        precision = "float32"
-    elif not config.optimizer.master_weights:
-        precision = "bfloat16"
-    else:
-        precision = "mixed" if layout.num_processes > 1 else "master"
-    interleaved = settings.schedule == "interleaved_1f1b"
-    return Work(
-        shape,
-        layout,
-        data.sequence_length,
-        config.rows_per_step,
-        micro_batch=data.micro_batch_size,
-        precision=precision,
-        checkpointing=config.activation_checkpointing,
-        schedule=settings.schedule,
-        stages_per_rank=settings.virtual_stages or (2 if interleaved and settings.pp > 1 else 1),
-        context=settings.context,
-        sequence_parallel=settings.sequence_parallel,
-        kernels=config.kernels == "auto" and config.device != "cpu",
-    )
+    device = "cuda" if config.device == "auto" else config.device
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    return replace(work_of(replace(config, device=device, dtype=dtype)), model=shape)
+
+
+def predict(config: TrainConfig, shape: LlamaConfig) -> Memory:
+    """Peak of the rank that needs most; a CPU's matrix products reserve no work space."""
+    work = planned_work(config, shape)
+    return predict_memory(work, workspace=0.0) if config.device == "cpu" else predict_memory(work)
 
 
 def describe(config: TrainConfig, found: Sums, gpu_memory: float) -> list[str]:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from llama_parallel.layout import describe
-from llama_parallel.planner import predict_memory
 from llama_train.config import TrainConfig
 from llama_train.config_file import dump_config
 from llama_train.config_parallel import ParallelSettings
 from llama_train.layout_choice import check_parallel, sizes
 
 from .collect import write_text
-from .new_run import shape_of, work_of
+from .new_run import predict, shape_of
 
 _PART = re.compile(r"(dp_replicate|dp|tp|pp|cp)(\d+)")
 _TAIL = 4000
@@ -127,7 +126,7 @@ def why_not(case: Case, machine: Machine) -> str | None:
     except ValueError as error:
         return str(error)
     if machine.memory is not None:
-        needed = predict_memory(work_of(case.config, shape)).total
+        needed = predict(case.config, shape).total
         if needed > HOPELESS * machine.memory:
             return f"{needed / 1e9:.0f} GB are predicted; a GPU has {machine.memory / 1e9:.0f} GB"
     return None
