@@ -142,7 +142,7 @@ def test_a_seed_decides_whatever_runs_beside(model: Llama, make_model: MakeModel
 
 
 def test_all_settings_beside_one_another(model: Llama, make_model: MakeModel, tokenizer: Tokenizer) -> None:
-    """Penalties and log-probabilities take no guesses; stop strings, guided output, n and min_tokens do."""
+    """Penalties take no guesses; log-probabilities, stop strings, guided output, n and min_tokens do."""
     draft = near(model, make_model, 0.02)
     greedy = {"temperature": 0.0, "max_tokens": 20}
     params = [
@@ -155,6 +155,8 @@ def test_all_settings_beside_one_another(model: Llama, make_model: MakeModel, to
     ]
     prompts = ["hello", "hello there", "abc", "hello", "abc", "abcd"]
     plain = LLM(model, tokenizer=tokenizer).generate(prompts, params)
+    looked_up = LLM(model, tokenizer=tokenizer, speculative_tokens=3).generate(prompts, params)
+    assert [output.token_ids for output in looked_up] == [output.token_ids for output in plain]
     llm = LLM(model, tokenizer=tokenizer, draft=draft)
     outputs = llm.generate(prompts, params)
     for output, wanted in zip(outputs, plain, strict=True):
@@ -165,7 +167,15 @@ def test_all_settings_beside_one_another(model: Llama, make_model: MakeModel, to
         )
     assert outputs[0].samples[0].acceptance_rate is None
     assert outputs[4].samples[0].acceptance_rate is not None
+    assert outputs[1].samples[0].guessed_tokens > 0
     assert outputs[1].prompt_logprobs is not None
+    assert outputs[1].logprobs is not None
+    assert plain[1].logprobs is not None
+    for found, expected in zip(outputs[1].logprobs, plain[1].logprobs, strict=True):
+        assert list(found) == list(expected)
+        for token_id, entry in found.items():
+            assert entry.logprob == pytest.approx(expected[token_id].logprob, abs=1e-5)
+            assert entry.rank == expected[token_id].rank
     sampled = SamplingParams(n=8, temperature=1.5, seed=2, structured_outputs={"regex": "[ab]{5}-[0-9]{3}"})
     import re
 

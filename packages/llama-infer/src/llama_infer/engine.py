@@ -136,7 +136,7 @@ class Engine:
             sequence.pending -= 1
             if sequence.has_ended():  # while these tokens were on their way
                 continue
-            taken = self._take(work, [results[at] for at in rows], step.logits[rows.start])
+            taken = self._take(work, [results[at] for at in rows], step.logits[rows.start : rows.stop])
             if work.guesses:
                 self.guessed += len(work.guesses)
                 self.accepted += taken - 1
@@ -152,7 +152,7 @@ class Engine:
             if sequence.slot >= 0:
                 self.scheduler.pool.commit(sequence.table, sequence.ids, min(sequence.computed, len(sequence.ids)))
 
-    def _take(self, work: Work, results: list[tuple[int, float]], logits_V: Tensor) -> int:
+    def _take(self, work: Work, results: list[tuple[int, float]], logits_RV: Tensor) -> int:
         """Append the tokens drawn at the newest and at the guesses behind it, up to the first that was not guessed
         right; returns how many."""
         sequence = work.sequence
@@ -165,7 +165,7 @@ class Engine:
                 return count
             if sequence.logprobs is not None:
                 wanted = sequence.params.logprobs or 0
-                sequence.logprobs.append(self.logprobs.entry(logits_V, token_id, wanted))
+                sequence.logprobs.append(self.logprobs.entry(logits_RV[count - 1], token_id, wanted))
             sequence.append(token_id)
             if sequence.has_ended() or count > len(work.guesses) or work.guesses[count - 1] != token_id:
                 return count

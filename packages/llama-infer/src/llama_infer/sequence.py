@@ -162,12 +162,13 @@ class Sequence:
 
 def needs_history(sequence: Sequence) -> bool:
     """Whether the next draw depends on tokens that must have arrived on the host."""
-    return sequence.guide is not None or not takes_guesses(sequence)
+    params = sequence.params
+    wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.logit_bias
+    return bool(sequence.guide is not None or wants_more or not takes_guesses(sequence))
 
 
 def takes_guesses(sequence: Sequence) -> bool:
     """Whether several draws may be made after one another in one step."""
     params = sequence.params
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.logit_bias
-    return not (penalised or wants_more or (sequence.end_ids and not sequence.may_end))
+    return not (penalised or (sequence.end_ids and not sequence.may_end))
