@@ -138,8 +138,9 @@ def describe(config: TrainConfig, found: Sums, gpu_memory: float) -> list[str]:
     data, settings = config.data, config.parallel
     dp = settings.dp_replicate * settings.dp_shard
     rows, length = config.rows_per_step, data.sequence_length
+    unit, size = ("GB", 1e9) if found.memory.total >= 1e8 else ("MB", 1e6)
     parts = ", ".join(
-        f"{name} {getattr(found.memory, name) / 1e9:.2f}"
+        f"{name} {getattr(found.memory, name) / size:.2f}"
         for name in ("weights", "gradients", "optimizer", "activations", "buffers")
     )
     learned = config.model.start_from is None and data.tokenizer is None and not data.sources
@@ -152,7 +153,7 @@ def describe(config: TrainConfig, found: Sums, gpu_memory: float) -> list[str]:
         f"a billion tokens are {-(-(10**9) // found.tokens_per_step):,} steps",
     ]
     per_process = "process" if config.device == "cpu" else "GPU"
-    line = f"memory     {found.memory.total / 1e9:.2f} GB a {per_process} (predicted): {parts}"
+    line = f"memory     {found.memory.total / size:.2f} {unit} a {per_process} (predicted): {parts}"
     if config.device != "cpu" and found.memory.total > 0.95 * gpu_memory * 1e9:
         line += f"; more than {gpu_memory:g} GB hold: see `llama-train plan`, or set activation_checkpointing"
     return [*lines, line]
