@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,3 +99,51 @@ def test_flash_is_refused_in_float32_and_serves_bfloat16(save: Callable[..., Pat
         for name in ("flash", "triton")
     }
     assert len(tokens) == 1
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("draft_seed", [0, 9])
+def test_guesses_change_no_greedy_token(
+    save: Callable[..., Path], model: Llama, tmp_path: Path, eager: bool, draft_seed: int
+) -> None:
+    """A draft that is always right, and one that hardly ever is; guesses from the text. Graphs of several tokens."""
+    draft = save(seed=draft_seed).rename(tmp_path / "draft")
+    folder = save()
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (3, 40, 7, 1, 20)] + [[7, 8] * 9]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    settings = {"dtype": "float32", "device": "cuda", "enforce_eager": eager, "max_num_seqs": 4}
+    for guess in ({"draft": draft, "num_speculative_tokens": 3}, {"speculative_tokens": 3}):
+        llm = LLM(folder, **settings, **guess)  # type: ignore[arg-type]
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            expected = generate_naive(lambda tokens: model.logits(model(tokens)), prompt, max_new_tokens=20)
+            assert output.token_ids == expected
+        if "draft" in guess:
+            assert (llm.acceptance_rate == 1.0) == (draft_seed == 0)
+
+
+def test_a_seed_draws_the_same_with_a_draft_as_on_the_cpu(save: Callable[..., Path], tmp_path: Path) -> None:
+    draft = save(seed=9).rename(tmp_path / "draft")
+    folder = save()
+    params = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=20)
+    texts = {
+        LLM(folder, draft=draft, dtype="float32", device=device).generate("hello", params)[0].text
+        for device in ("cpu", "cuda")
+    }
+    assert len(texts) == 1
+
+
+def test_guided_output_beside_free_sequences(save: Callable[..., Path]) -> None:
+    pytest.importorskip("llguidance")
+    llm = LLM(save(), dtype="float32", device="cuda", max_num_seqs=4)
+    free = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    alone = llm.generate("hello", free)[0].token_ids
+    params = [
+        free if i % 2 else SamplingParams(temperature=1.5, seed=i, structured_outputs={"regex": "[a-c]{3,9}-[0-9]{2}"})
+        for i in range(8)
+    ]
+    for each, output in zip(params, llm.generate(["hello"] * 8, params), strict=True):
+        if each is free:
+            assert output.token_ids == alone
+        else:
+            assert re.fullmatch("[a-c]{3,9}-[0-9]{2}", output.text)
