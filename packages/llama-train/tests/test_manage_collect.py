@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,15 @@ def test_settings_of_another_version_are_no_obstacle(runs: Path) -> None:
     row = summarize(runs / "a", runs)
     assert (row.model, row.steps, row.step) == ("?", None, 3)
     assert row.progress == "3/?"
+
+
+def test_a_table_and_curves_need_no_torch(runs: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from llama_train.cli import main\n"
+        f"assert main(['collect', {str(runs)!r}, '--no-csv']) == 0\n"
+        f"assert main(['plot', {str(runs)!r}, '--format', 'html', '--output', {str(tmp_path / 'curves')!r}]) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

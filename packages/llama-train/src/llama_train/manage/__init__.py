@@ -1,1 +1,1 @@
-"""Looking after runs: configurations, pictures, tables, cluster jobs. Only the benchmark imports torch."""
+"""Looking after runs: settings, states, curves, tables, jobs, sweeps. What tells of runs that exist needs no torch."""
