@@ -80,7 +80,7 @@ def test_table_json_and_picture(
         assert 0 < point["first_token"] <= point["prompts"] < point["total"]
         assert 0 < point["step"] <= point["slowest_step"]
         assert point["output_rate"] == pytest.approx(point["batch"] * 5 / point["total"])
-        assert point["decode_rate"] == pytest.approx(point["batch"] / point["step"])
+        assert point["batch"] / point["slowest_step"] * 0.99 < point["decode_rate"]
         assert point["step_roof"] > 0
     picture = (tmp_path / "b.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -106,9 +106,18 @@ def test_steps_are_timed_where_all_generate(make_model: Callable[..., Llama]) ->
 
     llm.engine.runner.run = slow  # type: ignore[method-assign, assignment]
     (point,) = bench_engine(llm, DeviceRates(1e9, 1e9), [2], [10], 6)
-    assert 0.03 < point.step < 0.09
-    assert 0.1 < point.first_token < 0.2
+    assert 0.03 < point.step < point.prompts  # the median: one slow step on a busy machine is no failure
+    assert 0.1 < point.first_token <= point.prompts < point.total
     assert point.total > 0.1 + 5 * 0.03
+    assert 2 / point.slowest_step * 0.99 < point.decode_rate < 2 / 0.03
+
+
+def test_guessed_tokens_count(make_model: Callable[..., Llama]) -> None:
+    """A draft that is always right gives 5 tokens in a step."""
+    model = make_model(max_position_embeddings=128)
+    llm = LLM(model, draft=model, max_num_seqs=1)
+    (point,) = bench_engine(llm, DeviceRates(1e9, 1e9), [1], [10], 61)
+    assert point.decode_rate > 4.9 / point.slowest_step
 
 
 def test_what_does_not_fit_is_refused(make_model: Callable[..., Llama]) -> None:

@@ -58,10 +58,7 @@ def write_json(path: Path, points: Sequence[Point], rates: DeviceRates, about: d
         **about,
         "copy_bytes_per_second": rates.copy,
         "matmul_flops_per_second": rates.matmul,
-        "points": [
-            {**dataclasses.asdict(point), "decode_rate": point.decode_rate, "output_rate": point.output_rate}
-            for point in points
-        ],
+        "points": [{**dataclasses.asdict(point), "output_rate": point.output_rate} for point in points],
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

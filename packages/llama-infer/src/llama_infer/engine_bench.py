@@ -34,8 +34,10 @@ class Point:
     prompts: float
     """Seconds until all had their first token."""
     step: float
-    """Seconds of a step that draws a token for each, the median."""
+    """Seconds of a step that draws a token for each, or several where tokens are guessed; the median."""
     slowest_step: float
+    decode_rate: float
+    """New tokens per second once all prompts are read."""
     total: float
     """Seconds of everything."""
     prompts_roof: float
@@ -45,11 +47,6 @@ class Point:
     def output_rate(self) -> float:
         """New tokens per second over everything."""
         return self.batch * self.new / self.total
-
-    @property
-    def decode_rate(self) -> float:
-        """New tokens per second once all prompts are read."""
-        return self.batch / self.step
 
 
 def bench_engine(
@@ -84,32 +81,37 @@ def bench_engine(
         for batch in batches:
             for _ in range(2):  # kernels are compiled and graphs captured in the first
                 ids = torch.randint(known, (batch, prompt), generator=generator).tolist()
-                first, read, steps, total = _run(llm, ids, new)
+                first, read, steps, rate, total = _run(llm, ids, new)
             held = batch * (prompt + new / 2)
             roofs = (
                 roof(prompt_flops(llm.model.config, batch, prompt), weights, rates),
                 roof(step_flops(llm.model.config, batch, held), weights + held * token_bytes, rates),
             )
-            points.append(Point(batch, prompt, new, first, read, statistics.median(steps), max(steps), total, *roofs))
+            points.append(
+                Point(batch, prompt, new, first, read, statistics.median(steps), max(steps), rate, total, *roofs)
+            )
             tell(points[-1])
     return points
 
 
-def _run(llm: LLM, prompts: list[list[int]], new: int) -> tuple[float, float, list[float], float]:
-    """Mean seconds to the first token, seconds until all have one, of each step from there on, and of everything."""
+def _run(llm: LLM, prompts: list[list[int]], new: int) -> tuple[float, float, list[float], float, float]:
+    """Mean seconds to the first token, seconds until all have one, of each step from there on as long as all generate,
+    tokens per second of these, and seconds of everything."""
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     start = time.perf_counter()
     requests = [llm.requests.request(None, ids, params) for ids in prompts]
     sequences = [sequence for request in requests for sequence in request.sequences]
     times = [start]
     read = None
-    steps = []
+    steps: list[float] = []
+    produced: list[int] = []
     for _ in llm.engine.run(sequences):
         times.append(time.perf_counter())
         if read is not None and not any(sequence.has_ended() for sequence in sequences):
             steps.append(times[-1] - times[-2])
         elif read is None and all(sequence.token_ids for sequence in sequences):
             read = times[-1]
+        produced.append(sum(len(sequence.token_ids) for sequence in sequences))
     total = times[-1] - start
     assert read is not None
     firsts = [
@@ -118,7 +120,11 @@ def _run(llm: LLM, prompts: list[list[int]], new: int) -> tuple[float, float, li
         for sample in request.output().samples
         if (timings := sample.timings) is not None and timings.first_token is not None
     ]
-    return statistics.mean(firsts), read - start, steps or [(times[-1] - read) / max(1, new - 1)], total
+    if not steps:  # the last step of some was the first of others
+        return statistics.mean(firsts), read - start, [times[-1] - times[-2]], produced[-1] / total, total
+    begin = times.index(read)
+    drawn = produced[begin - 1 + len(steps)] - produced[begin - 1]
+    return statistics.mean(firsts), read - start, steps, drawn / sum(steps), total
 
 
 def roof(flops: float, read: float, rates: DeviceRates) -> float:
