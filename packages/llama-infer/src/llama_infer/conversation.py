@@ -199,7 +199,7 @@ def stoppable() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)  # None: not set from Python
 
 
 def tell(text: str) -> None:
