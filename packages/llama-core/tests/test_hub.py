@@ -163,6 +163,15 @@ def test_a_connection_that_never_holds(tmp_path: Path, hub: Hub) -> None:
         local_path("org/tiny", tmp_path / "cache", hub.url)
 
 
+def test_a_tokenizer_alone_needs_no_weights(tmp_path: Path, hub: Hub, model: Llama) -> None:
+    folder = local_path("org/tiny", tmp_path / "cache", hub.url, weights=False)
+    assert (folder / "config.json").is_file()
+    assert hub.downloads(WEIGHTS) == 0
+    assert local_path("org/tiny", tmp_path / "cache", hub.url) == folder
+    assert hub.downloads(WEIGHTS) == 1
+    assert torch.equal(load_model(folder).get_parameter("model.norm.weight"), model.get_parameter("model.norm.weight"))
+
+
 def test_revision_and_single_file(tmp_path: Path, hub: Hub, model: Llama) -> None:
     save_model(model, tmp_path / "m.gguf", format="gguf")
     hub.files["m.gguf"] = (tmp_path / "m.gguf").read_bytes()

@@ -27,10 +27,14 @@ PATTERNS = (
     "chat_template*",
     "additional_chat_templates/*",
 )
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+"""Those of them that a tokenizer does without."""
 ATTEMPTS = 5
 
 
-def local_path(source: str | Path, cache_dir: str | Path | None = None, endpoint: str | None = None) -> Path:
+def local_path(
+    source: str | Path, cache_dir: str | Path | None = None, endpoint: str | None = None, *, weights: bool = True
+) -> Path:
     """A path on this machine: `source` itself if it exists or is no hub name, else where it was downloaded to.
 
     Of several processes on one host one downloads; the others wait and then find it there.
@@ -38,6 +42,7 @@ def local_path(source: str | Path, cache_dir: str | Path | None = None, endpoint
     Args:
         source: a path, or `org/name`, `org/name@revision`, `org/name/file.gguf`.
         cache_dir, endpoint: huggingface_hub's own by default.
+        weights: False where only the tokenizer is wanted.
 
     Raises:
         CheckpointError: there is no such path, and the hub has no such model, refuses it or cannot be reached.
@@ -54,7 +59,8 @@ def local_path(source: str | Path, cache_dir: str | Path | None = None, endpoint
             f"{source} does not exist; to have it downloaded from a hub, install llama-core[hub]"
         ) from None
     cache = Path(cache_dir or HF_HUB_CACHE)
-    lock = FileLock(_lock_path(cache, match["repo"]))
+    # Whoever waits for weights must not take a folder for ready that was fetched without.
+    lock = FileLock(_lock_path(cache, match["repo"] + ("" if weights else "--tokenizer")))
     try:
         lock.acquire(blocking=False)
         waited = False
@@ -62,7 +68,7 @@ def local_path(source: str | Path, cache_dir: str | Path | None = None, endpoint
         lock.acquire()
         waited = True  # somebody else has just downloaded it
     try:
-        folder = _download(match, cache, endpoint, local_only=waited)
+        folder = _download(match, cache, endpoint, local_only=waited, weights=weights)
     finally:
         lock.release()
     return folder / match["file"][1:] if match["file"] else folder
@@ -74,10 +80,11 @@ def _lock_path(cache: Path, repo: str) -> Path:
     return folder / f"llama-core--{repo.replace('/', '--')}.lock"
 
 
-def _download(match: re.Match[str], cache: Path, endpoint: str | None, local_only: bool) -> Path:
+def _download(match: re.Match[str], cache: Path, endpoint: str | None, local_only: bool, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
-    patterns = [match["file"][1:]] if match["file"] else list(PATTERNS)
+    wanted = [pattern for pattern in PATTERNS if weights or pattern not in WEIGHTS]
+    patterns = [match["file"][1:]] if match["file"] else wanted
     for attempt in range(ATTEMPTS):
         try:
             return Path(

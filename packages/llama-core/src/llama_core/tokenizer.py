@@ -287,6 +287,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     from .tokenizer_files import find_tokenizer
 
     try:
-        return find_tokenizer(local_path(Path(path)))
+        return find_tokenizer(local_path(Path(path), weights=False))
     except OSError as error:  # closed to us, a name too long, a failing disk
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}") from None
