@@ -3,8 +3,7 @@
     python packages/llama-train/tests/kill_report.py FOLDER --kills 30 --processes 1
 
 Runs are forked from this process, which has imported torch. A kill may cost the steps since the last checkpoint that
-was complete, and nothing else; in the end the losses of all parts are those of a run that nobody disturbed, bit for bit.
-Exits with 1 where that is not so. test_kill_report runs it.
+was complete, and nothing else; in the end the losses of all parts are those of an undisturbed run, bit for bit. Exits with 1 where that is not so. test_kill_report runs it.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def main() -> int:
         moment = chance.uniform(0.0, LONGEST)
         time.sleep(moment)
         _wait_for_a_save(checkpoints)
-        time.sleep(chance.uniform(0.0, 0.01))
+        time.sleep(chance.uniform(0.0, 0.005))
         run.kill(chance.randrange(arguments.processes))
         saved, trained = max(saved, run.saved), run.trained
         writing = [path.name.removeprefix(".partial-") for path in checkpoints.glob(".partial-*")]

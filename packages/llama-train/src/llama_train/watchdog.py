@@ -47,6 +47,7 @@ class Watchdog:
         file: descriptor that gets the stacks.
         hangs: called when the time is up, before anything is printed.
         end: called when all is said; it does not return.
+        clock: seconds.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Watchdog:
         hangs: Callable[[], None] = lambda: None,
         file: int = 2,
         end: Callable[[int], object] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._process, self._store, self._limit, self._file, self._end = process, store, limit, file, end
-        self._hangs = hangs
+        self._hangs, self._clock = hangs, clock
         self._slowest = 0.0
         self._what: str | None = None
-        self._since = time.monotonic()
+        self._since = clock()
         self._allowed = limit
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
@@ -79,7 +81,7 @@ class Watchdog:
         """
         self._stop_clock()
         self._allowed = max(self._limit, 2 * self._slowest) if self._slowest else self._limit * parts
-        self._since, self._what = time.monotonic(), what
+        self._since, self._what = self._clock(), what
 
     def rest(self) -> None:
         """The clock stops: what comes may take as long as it takes."""
@@ -98,12 +100,12 @@ class Watchdog:
 
     def _stop_clock(self) -> None:
         if self._what is not None:
-            self._slowest = max(self._slowest, time.monotonic() - self._since)
+            self._slowest = max(self._slowest, self._clock() - self._since)
 
     def _look(self) -> None:
         shared = True
         while not self._closed.wait(_LOOK):
-            what, waited = self._what, time.monotonic() - self._since
+            what, waited = self._what, self._clock() - self._since
             if what is not None and waited > self._allowed:
                 why = f"has been in {what} for {waited:.0f} s, and may be for {self._allowed:.0f} (parallel.timeout)"
                 self.tell(why)
