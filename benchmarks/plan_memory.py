@@ -66,7 +66,7 @@ def measured(case: Case, device: torch.device) -> tuple[float, float, float]:
         optimizer=OptimizerConfig(master_weights=case.master),
     )
     model = build_model(case.shape, config, device)
-    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer, kernels=device.type == "cuda")
     tokens = torch.randint(case.shape.vocab_size, (case.rows, case.length))
     batches = [Batch(tokens, tokens.roll(-1, 1))] * case.micro_batches
     for _ in range(2):

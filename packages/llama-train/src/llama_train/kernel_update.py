@@ -7,7 +7,7 @@ added to them in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from llama_kernels.adamw import adamw_
 from llama_kernels.compat import runs_triton
 from llama_kernels.tensor_lists import norms, sum_float32
+
+_AT_ONCE = 1 << 28
 
 
 class KernelUpdate:
@@ -57,11 +59,23 @@ class KernelUpdate:
                 self._new[name] = grad
             else:
                 self._sums[name] = grad.contiguous()
-        for names in again.values():
+        for names in (part for alike in again.values() for part in self._parts(alike)):
             sums = sum_float32(
                 [self._sums[name] for name in names], [self._new.pop(name).contiguous() for name in names]
             )
             self._sums.update(zip(names, sums, strict=True))
+
+    def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """As many names at once as have about a gigabyte of sums, so that not all terms lie beside all sums."""
+        part, size = [], 0
+        for name in names:
+            part.append(name)
+            size += self._parameters[name].numel()
+            if size >= _AT_ONCE:
+                yield part
+                part, size = [], 0
+        if part:
+            yield part
 
     def _gradients(self) -> dict[str, Tensor]:
         own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}

@@ -93,9 +93,13 @@ def _of_stage(work: Work, rank: int, stage: Stage) -> Memory:
     of_layer = float(elements(groups[-2]))
     tail, per_gradient = float(elements(groups[-1])), float(sizes.parameter)
     # FSDP sums micro-batches whole, in the type it reduces in, and shards them with the last (gradients.py).
-    all_gradients = own * (sizes.master or sizes.parameter)
+    # With kernels the optimizer takes the first micro-batch's as they are, and sums from the second on in float32.
+    as_they_are = work.kernels and sizes.master > 0 and not work.fsdp
+    all_gradients = own * (sizes.parameter if as_they_are and not accumulated else sizes.master or sizes.parameter)
     if accumulated:
         before = whole * sizes.reduce if work.fsdp else all_gradients
+        if as_they_are and work.micro_batches == 2:
+            before = own * sizes.parameter
     else:
         before = 0.0
     kept = kept_by_layer(work)
