@@ -1,10 +1,11 @@
-"""The products of a decode step at batch 1, tile by tile: which cut of each keeps memory busiest.
+"""A decoder layer at batch 1, launch by launch: which cut of each product keeps memory busiest in its place.
 
-    python benchmarks/decode_kernels.py [--kinds float byte int4] [--rounds 3] [--fast]
+    python benchmarks/decode_kernels.py [--kinds float int8 fp8 int4] [--tune] [--attention]
 
-Llama-3-8B's four products of a layer, with their norms, gates and sums, over as many layers' weights as fill 2 GB,
-in a CUDA graph. Prints microseconds and the share of the rate of copying (bytes read and written) for each tile, the
-best last. `--fast` times the package's own choice only.
+Eight layers of Llama-3-8B's shape in a CUDA graph, as llama-infer's fused decode step runs them: each kernel begins
+while the one ahead ends, so a product is measured within the chain and not alone. --tune tries the tiles of `TRIES`
+for one product after the other and keeps what makes the layer fastest. --attention takes parts of the chain away to
+see what attention costs. Copy rate: bytes read and written.
 """
 
 from __future__ import annotations
@@ -12,51 +13,41 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from llama_kernels import quantize_fp8, quantize_int4, quantize_int8
-from llama_kernels.row_launch import Tile, launch_row
+from llama_kernels import paged_attention, quantize_fp8, quantize_int4, quantize_int8, rope_write_kv
+from llama_kernels.row_launch import Tile, choose_tile, launch_row
 
-SHAPES = {  # outputs (rows of the weight), inputs, norm, gated, residual
-    "qkv": (6144, 4096, True, False, False),
-    "out": (4096, 4096, False, False, True),
-    "gate_up": (28672, 4096, True, True, False),
-    "down": (4096, 14336, False, False, True),
-}
-ROUND = {"byte": quantize_int8, "fp8": quantize_fp8, "int4": quantize_int4}
-TILES = {
-    ("float", 4096): [
-        Tile(*t) for t in ((2, 4, 2, 4, 4), (1, 6, 2, 4, 4), (4, 3, 1, 2, 4), (4, 2, 1, 3, 4), (2, 3, 2, 6, 4), (4, 4, 2, 2, 8), (2, 4, 2, 3, 8))
-    ],
-    ("float", 14336): [
-        Tile(*t) for t in ((1, 4, 2, 2, 8), (1, 3, 2, 2, 16), (1, 5, 2, 1, 16), (1, 2, 2, 3, 8), (2, 3, 1, 1, 16), (1, 3, 2, 2, 8))
-    ],
-    ("byte", 4096): [
-        Tile(*t) for t in ((4, 3, 2, 4, 4), (2, 4, 2, 6, 4), (4, 4, 2, 3, 4), (8, 3, 1, 2, 8), (2, 6, 2, 4, 4), (4, 3, 2, 6, 2))
-    ],
-    ("byte", 14336): [
-        Tile(*t) for t in ((2, 3, 2, 2, 8), (1, 4, 2, 3, 8), (2, 4, 2, 1, 16), (4, 3, 1, 1, 16), (1, 4, 2, 2, 16), (1, 6, 2, 2, 8))
-    ],
-    ("int4", 4096): [
-        Tile(*t) for t in ((4, 4, 2, 4, 2), (8, 3, 1, 4, 4), (4, 3, 2, 6, 2), (4, 4, 2, 8, 2), (8, 4, 2, 2, 4), (4, 4, 2, 6, 4))
-    ],
-    ("int4", 14336): [
-        Tile(*t) for t in ((4, 3, 2, 1, 8), (2, 4, 2, 2, 8), (2, 3, 2, 3, 8), (4, 3, 2, 2, 16), (1, 4, 2, 4, 4), (2, 4, 2, 2, 16))
-    ],
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, CONTEXT = 8, 4096, 14336, 32, 8, 128, 256
+SHAPES = {"qkv": (6144, HIDDEN), "out": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+ROUND = {"int8": quantize_int8, "fp8": quantize_fp8, "int4": quantize_int4}
+# rows, stages, programs, warps
+TRIES = {
+    ("float", 4096): (
+        (2, 4, 2, 4), (2, 3, 2, 4), (2, 3, 3, 4), (2, 3, 4, 4), (4, 3, 1, 8), (4, 3, 2, 8), (2, 2, 4, 4), (1, 4, 4, 4),
+    ),
+    ("float", 14336): ((1, 4, 1, 8), (1, 3, 2, 8), (1, 4, 2, 8), (1, 3, 1, 16), (2, 2, 1, 16)),
+    ("byte", 4096): (
+        (4, 3, 2, 4), (2, 4, 4, 4), (2, 3, 6, 4), (4, 2, 4, 4), (8, 3, 1, 8), (8, 2, 2, 8), (2, 3, 4, 2),
+    ),
+    ("byte", 14336): ((1, 4, 2, 8), (2, 3, 1, 8), (2, 2, 2, 8), (2, 3, 1, 16), (1, 3, 3, 8)),
+    ("int4", 4096): ((2, 4, 4, 2), (4, 3, 4, 2), (2, 3, 8, 2), (4, 3, 2, 4), (2, 4, 6, 4), (1, 4, 8, 2)),
+    ("int4", 14336): ((2, 3, 2, 8), (4, 3, 1, 8), (2, 2, 3, 8), (2, 3, 1, 16), (1, 3, 4, 8)),
 }  # fmt: skip
-TILES |= {("fp8", width): TILES["byte", width] for width in (4096, 14336)}
 
 
-def in_graph(call: Callable[[], None], rounds: int) -> float:
-    """Seconds of `call`, replayed."""
+def seconds_of(call: Callable[[], None], rounds: int = 6) -> float:
+    """Of one replay as a CUDA graph, the best of some."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
     times = []
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -66,44 +57,100 @@ def in_graph(call: Callable[[], None], rounds: int) -> float:
     return min(times[1:])
 
 
+class Chain:
+    """The launches of some layers."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = {"int8": "byte", "fp8": "byte"}.get(kind, kind)
+        self.layers = [{name: self._weight(kind, *shape) for name, shape in SHAPES.items()} for _ in range(LAYERS)]
+        self.bytes = sum(part.nbytes for parts in self.layers[0].values() for part in parts)
+        self.norm = torch.rand(HIDDEN, device="cuda").bfloat16()
+        self.x = torch.randn(1, HIDDEN, device="cuda").bfloat16()
+        cache = torch.randn(2, LAYERS, 64, 16, KV_HEADS, WIDTH, device="cuda").bfloat16()
+        self.keys, self.values = cache
+        self.tables = torch.arange(32, device="cuda", dtype=torch.int32).unsqueeze(0)
+        self.lengths = torch.tensor([CONTEXT], device="cuda", dtype=torch.int32)
+        self.slots = self.lengths - 1
+        self.angles = torch.rand(2, 1, WIDTH // 2, device="cuda")
+
+    def _weight(self, kind: str, rows: int, width: int) -> tuple[Tensor, ...]:
+        weight = (torch.randn(rows, width, device="cuda") * width**-0.5).bfloat16()
+        return (weight,) if kind == "float" else ROUND[kind](weight)
+
+    def run(self, tiles: dict[str, Tile], without: frozenset[str] = frozenset()) -> None:
+        x = self.x
+        for index, layer in enumerate(self.layers):
+            parts = {name: (*layer[name], None, None)[:3] for name in layer}
+            more: dict[str, Any] = {name: {"tile": tiles[name]} for name in SHAPES}
+            qkv = launch_row(x, *parts["qkv"], self.norm, 1e-5, **more["qkv"])
+            q = qkv[:, :HIDDEN].view(1, HEADS, WIDTH)
+            if "rope" not in without:
+                q = rope_write_kv(qkv, *self.angles, self.keys[index], self.values[index], self.slots, HEADS)
+            if "attention" not in without:
+                where = self.keys[index], self.values[index], self.tables, self.lengths
+                q = paged_attention(q, *where, max_seqlen_k=512)
+            x = launch_row(q.flatten(1), *parts["out"], residual=x, **more["out"])
+            act = launch_row(x, *parts["gate_up"], self.norm, 1e-5, gated=True, **more["gate_up"])
+            x = launch_row(act, *parts["down"], residual=x, **more["down"])
+
+    def time(self, tiles: dict[str, Tile], without: frozenset[str] = frozenset()) -> float:
+        return seconds_of(lambda: self.run(tiles, without)) / LAYERS
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written."""
+    source = torch.zeros(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * source.nbytes / seconds_of(copy)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=["float", "byte", "int4"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--kinds", nargs="+", default=["float", "int8", "int4"])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--attention", action="store_true")
     arguments = parser.parse_args()
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    rate = 2 * source.nbytes / in_graph(lambda: target.copy_(source), arguments.rounds)
+    rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {rate / 1e12:.2f} TB/s")
-    del source, target
-    for kind, (name, (outputs, width, norm, gated, add)) in itertools.product(arguments.kinds, SHAPES.items()):
-        weight = torch.randn(outputs, width, device="cuda")
-        one = (weight.bfloat16(),) if kind == "float" else ROUND[kind](weight.bfloat16() if kind == "int4" else weight)
-        size = sum(part.nbytes for part in one)
-        count = max(2, int(2e9 / size))
-        layers = [tuple(part.clone() for part in one) for _ in range(count)]
-        x = torch.randn(1, width, device="cuda").bfloat16()
-        norm_weight = torch.rand(width, device="cuda").bfloat16() if norm else None
-        residual = torch.randn(1, outputs // (2 if gated else 1), device="cuda").bfloat16() if add else None
-        results = []
-        for tile in [None] if arguments.fast else [None, *TILES[kind, width]]:
-
-            def call(layers=layers, tile=tile, x=x, norm_weight=norm_weight, gated=gated, residual=residual) -> None:
-                for layer in layers:
-                    weight, scale, minimum = (*layer, None, None)[:3]
-                    launch_row(x, weight, scale, minimum, norm_weight, 1e-5, gated, residual, tile)
-
-            try:
-                seconds = in_graph(call, arguments.rounds) / count
-            except Exception as error:  # a tile too large for shared memory, say: the others still count
-                print(f"{kind} {name} {tile}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+    for kind in arguments.kinds:
+        chain = Chain(kind)
+        tiles = {
+            name: choose_tile(chain.kind, width, rows // 2 if name == "gate_up" else rows, name == "gate_up")
+            for name, (rows, width) in SHAPES.items()
+        }
+        best = chain.time(tiles)
+        ideal = chain.bytes / rate
+        print(f"{kind}: a layer {1e6 * best:.1f} us; its bytes at the rate of copying {1e6 * ideal:.1f} us", flush=True)
+        if arguments.attention:
+            for without in ({"attention"}, {"attention", "rope"}):
+                seconds = chain.time(tiles, frozenset(without))
+                print(f"  without {' and '.join(sorted(without))}: {1e6 * seconds:.1f} us")
+        if not arguments.tune:
+            continue
+        for name, numbers in itertools.product(SHAPES, range(10)):
+            tries = TRIES[chain.kind, SHAPES[name][1]]
+            if numbers >= len(tries):
                 continue
-            results.append((seconds, tile))
-        for seconds, tile in sorted(results, key=lambda result: -result[0]):
-            share = size / seconds / rate
-            print(f"{kind:5} {name:8} {1e6 * seconds:7.1f} us {share:6.1%}  {tuple(tile) if tile else 'chosen'}", flush=True)
-        del layers
+            tile = Tile(*tries[numbers])
+            try:
+                seconds = chain.time(tiles | {name: tile})
+            except Exception as error:  # a tile too large for shared memory, say: the others still count
+                print(f"  {name} {tuple(tile)}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+                continue
+            kept = seconds < best * 0.998
+            print(f"  {name:8} {1e6 * seconds:6.1f} us {tuple(tile)}{' kept' if kept else ''}", flush=True)
+            if kept:
+                best, tiles = seconds, tiles | {name: tile}
+        print(
+            f"{kind}: {1e6 * best:.1f} us with",
+            {name: tuple(tile) for name, tile in tiles.items()},
+            flush=True,
+        )
+        del chain
 
 
 if __name__ == "__main__":

@@ -83,12 +83,14 @@ class Bench:
 
 def batch1(bench: Bench, model: Llama, name: str, copy_rate: float) -> float:
     llm = bench.llm(model, max_model_len=512, max_num_seqs=1)
+    prompt = bench.generate(llm, [128], 1)
     seconds = bench.generate(llm, [128], 200)
     rate = 200 / bench.scale / seconds
     tensors = [*model.model.layers.parameters(), *model.model.layers.buffers(), model.lm_head.weight]  # type: ignore[union-attr]
     unique = {t.data_ptr(): t.nbytes for t in tensors}
     roof = copy_rate / sum(unique.values())
     bench.row(name, "prompt 128, 200 new", f"{rate:.1f} tokens/s", f"roof {roof:.0f}; {QUOTED.get(name, '')}")
+    bench.row(name, "of it the prompt, to its first token", f"{1e3 * prompt:.1f} ms")
     return rate
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from llama_kernels import fused_linear, quantize_fp8, quantize_int4, quantize_int8, reference
-from llama_kernels.fused_linear import fused_row
 
 FORMATS = ("float", "int8", "fp8", "int4")
 
@@ -92,8 +91,9 @@ def test_nan_is_not_hidden(kind, device):
 
 def test_operator(device):
     x, weight = torch.randn(1, 64, device=device), torch.randn(6, 64, device=device)
-    arguments = (x, weight, None, None, torch.ones(64, device=device), 1e-5, True, torch.randn(1, 3, device=device))
-    torch.library.opcheck(fused_row, arguments, test_utils=("test_schema", "test_faketensor"))
+    ones, residual = torch.ones(64, device=device), torch.randn(1, 3, device=device)
+    arguments = (x, weight, None, None, ones, 1e-5, True, residual)
+    torch.library.opcheck(torch.ops.llama_kernels.fused_row.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_errors():

@@ -47,7 +47,9 @@ class FusedDecode:
     def __call__(self, ids_N: Tensor, positions_N: Tensor, step: PagedStep) -> Tensor:
         """Hidden states (N, E) after the final norm of N tokens, each the newest of its sequence; writes the cache."""
         body = self.model.model
-        assert body.embed_tokens is not None and body.norm is not None and step.bounds is None
+        assert body.embed_tokens is not None
+        assert body.norm is not None
+        assert step.bounds is None
         x_NE = body.embed_tokens(ids_N)
         cos, sin = (angles.flatten(0, 1) for angles in body.rotary_emb(positions_N.unsqueeze(0)))
         for index, layer in enumerate(self.layers):

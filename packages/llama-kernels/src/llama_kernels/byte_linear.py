@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llama_kernels import reference
 from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.operators import operator
 from llama_kernels.row_launch import MAX_WIDTH, launch_row
 
 MAX_ROWS = 64  # beyond it the product with converted weights is faster
@@ -52,7 +53,7 @@ def _reads(x: Tensor, dtype: torch.dtype) -> bool:
     return dtype == torch.int8 or not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
-@torch.library.custom_op("llama_kernels::byte_linear", mutates_args=())
+@operator("llama_kernels::byte_linear")
 def byte_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x (M, K) times weight (N, K) int8 or float8_e4m3fn, scale (N,) float32; (M, N) in x's dtype."""
     (rows, width), outputs = x.shape, weight.shape[0]

@@ -18,12 +18,13 @@ from llama_kernels.compat import runs_triton
 from llama_kernels.fp8_linear import fp8_linear
 from llama_kernels.int4_linear import int4_linear
 from llama_kernels.int8_linear import int8_linear
+from llama_kernels.operators import operator
 from llama_kernels.rms_norm import rms_norm
 from llama_kernels.row_launch import MAX_WIDTH, launch_row
 from llama_kernels.swiglu import swiglu
 
 
-@torch.library.custom_op("llama_kernels::fused_row", mutates_args=())
+@operator("llama_kernels::fused_row")
 def fused_row(
     x: Tensor,
     weight: Tensor,

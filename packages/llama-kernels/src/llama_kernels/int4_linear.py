@@ -17,6 +17,7 @@ from torch import Tensor
 from llama_kernels import reference
 from llama_kernels.byte_linear import MAX_ROWS, dot_dtype
 from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.operators import operator
 from llama_kernels.row_launch import launch_row
 
 GROUP = 128
@@ -87,7 +88,7 @@ def _unpacked(x: Tensor, packed: Tensor, scale: Tensor, minimum: Tensor) -> Tens
     return weight
 
 
-@torch.library.custom_op("llama_kernels::int4_linear", mutates_args=())
+@operator("llama_kernels::int4_linear")
 def _int4_linear(x: Tensor, packed: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     rows, outputs, groups = x.shape[0], packed.shape[0], packed.shape[1]
     if not runs_triton(x) or rows > MAX_ROWS:

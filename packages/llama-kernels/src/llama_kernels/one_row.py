@@ -3,7 +3,7 @@
 A decode step of one sequence is a chain of products, each of which reads its weights once and little else. Two things
 keep memory from resting between them. What stands between two products is done by the products themselves: the norm on
 the way in, SwiGLU or the residual on the way out. And each kernel starts before the one ahead of it has ended
-(programmatic dependent launch, compute capability 9.0 on): it asks for its first weights, which nobody writes, and only
+(programmatic dependent launch, compute capability 9.0 on): it loads its first weights, which nobody writes, and only
 then waits for its x.
 """
 
@@ -41,16 +41,6 @@ def wait_for_previous(PDL: tl.constexpr):
     """Until all kernels ahead have ended and what they wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def ask_for(ptr, count, LINES: tl.constexpr):
-    """Have `count` bytes from ptr on brought into the L2 cache, in LINES lines of 128 bytes."""
-    at = tl.minimum(tl.arange(0, LINES) * 128, count - 1)
-    address = (ptr.to(tl.pointer_type(tl.int8)) + at).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -12,11 +12,12 @@ from torch import Tensor
 from llama_kernels.attention import attention_forward
 from llama_kernels.attention_call import check_document_bounds
 from llama_kernels.compat import runs_triton
+from llama_kernels.operators import operator
 from llama_kernels.triton_paged import triton_paged_attention
 from llama_kernels.write_kv import check_scales, from_fp8
 
 
-@torch.library.custom_op("llama_kernels::paged_attention", mutates_args=())
+@operator("llama_kernels::paged_attention")
 def _paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -25,6 +25,7 @@ from llama_kernels.compat import (
     tl,
     triton,
 )
+from llama_kernels.operators import operator
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def _launch_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tenso
     return dx, dw.sum(0).to(weight.dtype)
 
 
-@torch.library.custom_op("llama_kernels::rms_norm", mutates_args=())
+@operator("llama_kernels::rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _launch_forward(x, None, weight, eps)[0]
 
@@ -138,7 +139,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("llama_kernels::add_rms_norm", mutates_args=())
+@operator("llama_kernels::add_rms_norm")
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, total = _launch_forward(x, residual, weight, eps)
     assert total is not None
@@ -150,7 +151,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@torch.library.custom_op("llama_kernels::rms_norm_backward", mutates_args=())
+@operator("llama_kernels::rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

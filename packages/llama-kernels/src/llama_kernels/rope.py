@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llama_kernels import reference
 from llama_kernels.compat import device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.operators import operator
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     return q_out, k_out
 
 
-@torch.library.custom_op("llama_kernels::rope", mutates_args=())
+@operator("llama_kernels::rope")
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     return _launch(q, k, cos, sin, inverse)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from llama_kernels import reference
 from llama_kernels.compat import device_guard, next_power_of_2, runs_triton, tl, triton
 from llama_kernels.one_row import launch_options, let_next_start, wait_for_previous
+from llama_kernels.operators import operator
 from llama_kernels.write_kv import write_kv
 
 
@@ -49,7 +50,7 @@ def _kernel(qkv_ptr, cos_ptr, sin_ptr, slot_ptr, q_ptr, k_cache_ptr, v_cache_ptr
         tl.store(to + HALF, second, mask=real)
 
 
-@torch.library.custom_op("llama_kernels::rope_write_kv", mutates_args=("k_cache", "v_cache"))
+@operator("llama_kernels::rope_write_kv", mutates_args=("k_cache", "v_cache"))
 def _rope_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, heads: int
 ) -> Tensor:

@@ -16,23 +16,24 @@ MAX_WIDTH = 16384  # x is held in registers
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: outputs at once, loads under way, first loads asked for early, programs on a processor."""
+    """How a kernel is cut: outputs at once, loads under way, programs on a multiprocessor, warps of each."""
 
     rows: int
     stages: int
-    ahead: int
     programs: int
     warps: int
 
 
-def _tile(kind: str, width: int) -> Tile:
-    """By measurement on an H200 at K = 4096 and 14,336; see benchmarks/decode_kernels.py."""
+def choose_tile(kind: str, width: int, outputs: int, gated: bool) -> Tile:
+    """By measurement on an H200, each product in its place in a layer of Llama-3-8B; benchmarks/decode_kernels.py."""
     wide = width > 8192
     if kind == "float":
-        return Tile(1, 4, 2, 2, 8) if wide else Tile(2, 4, 2, 4, 4)
+        if wide:
+            return Tile(2, 3, 1, 16)
+        return Tile(2, 2, 4, 4) if gated else Tile(2, 4, 2, 4) if outputs > 4096 else Tile(2, 4, 4, 4)
     if kind == "byte":
-        return Tile(2, 3, 2, 2, 8) if wide else Tile(4, 3, 2, 4, 4)
-    return Tile(4, 3, 2, 1, 8) if wide else Tile(4, 4, 2, 4, 2)
+        return Tile(2, 3, 2, 8) if wide else Tile(4, 3, 4, 4) if outputs > 4096 else Tile(2, 4, 6, 4)
+    return Tile(4, 2, 2, 8) if wide else Tile(4, 4, 4, 2) if gated else Tile(2, 4, 8, 2)
 
 
 def launch_row(
@@ -53,14 +54,12 @@ def launch_row(
         return y
     norm, res = (x if part is None else part for part in (norm_weight, residual))  # a pointer that is not followed
     kind = "int4" if minimum is not None else "float" if scale is None else "byte"
-    tile = tile or _tile(kind, width)
+    tile = tile or choose_tile(kind, width, outputs, gated)
     grid = (min(cdiv(outputs, tile.rows), tile.programs * multiprocessors(x)),)
     flags = {
         "NORM": norm_weight is not None, "GATED": gated, "ADD": residual is not None, "BLOCK_N": tile.rows,
-        "STAGES": tile.stages, "AHEAD": tile.ahead, "num_warps": tile.warps, **launch_options(x),
+        "STAGES": tile.stages, "num_warps": tile.warps, **launch_options(x),
     }  # fmt: skip
-    row_bytes = weight[0].numel() * weight.element_size()
-    flags["LINES"] = next_power_of_2(cdiv(tile.rows * row_bytes, 128))
     with device_guard(x):
         if kind == "int4":
             groups = width // 128

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llama_kernels import reference
 from llama_kernels.compat import cdiv, device_guard, next_power_of_2, runs_triton, shared_memory, tl, triton
+from llama_kernels.operators import operator
 from llama_kernels.threshold import among_kept, key_of, load_sample, load_tokens, tally, threshold
 
 BLOCK = 8192  # tokens per step of a walk, and tokens that may be left in a bracket
@@ -129,7 +130,7 @@ def _invert(index, weight, uniform):
     return tl.min(tl.where(passed, index, last), axis=0)
 
 
-@torch.library.custom_op("llama_kernels::sample", mutates_args=())
+@operator("llama_kernels::sample")
 def _sample(
     logits: Tensor, seeds: Tensor, offsets: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llama_kernels import reference
 from llama_kernels.compat import as_rows, cdiv, device_guard, next_power_of_2, runs_triton, tl, triton
+from llama_kernels.operators import operator
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _in_slabs(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     return [tuple(x[start : start + MAX_ROWS] for x in tensors) for start in range(0, rows, MAX_ROWS)]
 
 
-@torch.library.custom_op("llama_kernels::swiglu", mutates_args=())
+@operator("llama_kernels::swiglu")
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
@@ -100,7 +101,7 @@ def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, again: bool) -> tuple
     return dgate, dup, y
 
 
-@torch.library.custom_op("llama_kernels::swiglu_backward", mutates_args=())
+@operator("llama_kernels::swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _launch_backward(dy, gate, up, again=False)[:2]
 
@@ -121,7 +122,7 @@ def _backward(ctx, dy):
 _swiglu.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op("llama_kernels::swiglu_backward_again", mutates_args=())
+@operator("llama_kernels::swiglu_backward_again")
 def _swiglu_backward_again(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dgate, dup, y = _launch_backward(dy, gate, up, again=True)
     assert y is not None

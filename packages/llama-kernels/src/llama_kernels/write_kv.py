@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama_kernels.compat import device_guard, next_power_of_2, runs_triton, tl, triton
 from llama_kernels.fp8_linear import E4M3_MAX
+from llama_kernels.operators import operator
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _write_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_token, k_h
     tl.store(v_cache_ptr + page * v_page + row * v_row + head * v_cache_head + d, v, mask=c < KD)
 
 
-@torch.library.custom_op("llama_kernels::write_kv", mutates_args=("k_cache", "v_cache"))
+@operator("llama_kernels::write_kv", mutates_args=("k_cache", "v_cache"))
 def _write_kv(
     k: Tensor,
     v: Tensor,
