@@ -3,7 +3,8 @@
     python packages/llama-train/tests/kill_report.py FOLDER --kills 30 --processes 1
 
 Runs are forked from this process, which has imported torch. A kill may cost the steps since the last checkpoint that
-was complete, and nothing else; in the end the losses of all parts are those of an undisturbed run, bit for bit. Exits with 1 where that is not so. test_kill_report runs it.
+was complete, and nothing else; in the end the losses of all parts are those of an undisturbed run, bit for bit. Exits
+with 1 where that is not so. test_kill_report runs it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def main() -> int:
         print(
             f"kill {number:2d}  {'beside training' if way.asynchronous else 'between steps'}, {moment:.3f} s after the "
             f"first step, at step {trained}, {'writing ' + writing[0] if writing else 'between two checkpoints'}: "
-            f"last complete {saved}, goes on from {found}, {max(0, trained - found)} steps lost"
+            f"last told complete {saved}, goes on from {found}, {max(0, trained - found)} steps lost"
             f"{'' if good else '  WRONG ' + '; '.join(damaged)}",
             flush=True,
         )
