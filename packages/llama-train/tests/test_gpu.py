@@ -92,6 +92,8 @@ def test_prefetched_batches_are_those_of_the_cpu() -> None:
                 assert torch.equal(found[1].cpu(), expected.targets)
 
 
+# What torch says of the mode itself.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_a_step_asks_the_gpu_for_nothing_and_skips_by_itself(
     on_gpu: TrainConfig, change: Callable[..., TrainConfig]
 ) -> None:

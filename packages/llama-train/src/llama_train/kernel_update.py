@@ -125,7 +125,9 @@ class KernelUpdate:
             parameters = [self._parameters[name] for name in names]
             first, second = corrections
             if len(indices) < len(work):
-                chosen = torch.tensor(indices).to(first.device)
+                chosen = torch.tensor(indices)
+                if first.is_cuda:  # from pinned memory nothing waits
+                    chosen = chosen.pin_memory().to(first.device, non_blocking=True)
                 first, second = first[chosen], second[chosen]
             adamw_(
                 twins,
