@@ -145,7 +145,8 @@ def test_large_bodies_are_refused_early(impatient: Running) -> None:
     connection.endheaders()
     for _ in range(3):
         connection.send(b"%x\r\n%s\r\n" % (40_000, b" " * 40_000))
-    assert connection.getresponse().status == 413  # and the rest was never sent
+    with connection.getresponse() as response:
+        assert response.status == 413  # and the rest was never sent
     connection.close()
 
 

@@ -127,8 +127,10 @@ def under_load(server: Running, count: int, tokens: int, rounds: int, checked: i
     # oneDNN keeps a compiled product for each number of tokens that a step has had, 1024 of them at most. With
     # kernels="plain" it is 10 MB after 1,600 streams.
     assert grown < 100 * 2**20 * rounds, f"{grown:,} bytes more than before"
-    left = [type(item).__name__ for item in gc.get_objects() if isinstance(item, Sequence | Generation | Request)]
-    assert not left
+    # By type(): isinstance asks the objects, and some of torch's answer with a warning. The engine's thread still holds
+    # what it looked at last; a leak would be all two hundred, or the forty that left.
+    left = [type(item).__name__ for item in gc.get_objects() if type(item) in (Sequence, Generation, Request)]
+    assert len(left) < 20
     # Time is for benchmarks/serve.py, on a machine that does nothing else; this is what no delay of others explains.
     assert sorted(times)[len(times) // 2] < 0.25
     whole = [at for at, answer in enumerate(answers) if answer is not None]
