@@ -28,12 +28,19 @@ def test_sizes_that_do_not_make_up_the_processes() -> None:
 
 def test_the_plan_says_what_the_settings_say(change: Callable[..., TrainConfig]) -> None:
     settings = ParallelSettings(
-        dp_shard=2, pp=2, cp=2, context="ulysses", schedule="interleaved_1f1b", reshard_after_forward="no"
+        dp_shard=2,
+        pp=2,
+        cp=2,
+        context="ulysses",
+        schedule="interleaved_1f1b",
+        reshard_after_forward="no",
+        overlap_tp=True,
     )
     config = TrainConfig(dtype="bfloat16", attention="flash", activation_checkpointing="full", parallel=settings)
     plan = plan_of(config)
     assert (plan.context, plan.schedule, plan.reshard_after_forward) == ("ulysses", "interleaved_1f1b", False)
     assert (plan.attention, plan.activation_checkpointing) == ("flash", "full")
+    assert plan.overlap_tp
     assert plan.compute_dtype == torch.bfloat16
     assert keeps_float32(config)
     pure = change(config, **{"optimizer.master_weights": False})
@@ -46,6 +53,10 @@ def test_what_cannot_work_is_refused_with_its_reason(change: Callable[..., Train
     with pytest.raises(ValueError, match="does not go with compile = true"):
         check_parallel(
             replace(base, compile=True, data=replace(base.data, gradient_accumulation_steps=2)), preset("tiny")
+        )
+    with pytest.raises(ValueError, match="overlap_tp goes neither with compile"):
+        check_parallel(
+            TrainConfig(compile=True, parallel=ParallelSettings(dp_shard=1, overlap_tp=True)), preset("tiny")
         )
     with pytest.raises(ValueError, match="zero_bubble over pp 2 cannot run 5 micro-batches"):
         check_parallel(

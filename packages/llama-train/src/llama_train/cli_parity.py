@@ -46,6 +46,8 @@ class ParityConfig:
     """How cp shares a sequence."""
     sequence_parallel: bool = True
     """Whether tp shares the sequence between products."""
+    overlap_tp: bool = False
+    """Whether what tp sends forward hides behind halves of products."""
     model: str = "tiny"
     """A preset of llama_core."""
     layers: int | None = None
@@ -158,7 +160,12 @@ def _task(config: ParityConfig, shape: LlamaConfig, length: int, rows: int, accu
 def _plan(config: ParityConfig) -> ParallelPlan:
     from llama_parallel import ParallelPlan
 
-    return ParallelPlan(sequence_parallel=config.sequence_parallel, context=config.context, schedule=config.schedule)
+    return ParallelPlan(
+        sequence_parallel=config.sequence_parallel,
+        overlap_tp=config.overlap_tp,
+        context=config.context,
+        schedule=config.schedule,
+    )
 
 
 def _forked(config: ParityConfig, layout: ParallelConfig, task: Task) -> tuple[list[Record], str]:

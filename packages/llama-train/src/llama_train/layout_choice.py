@@ -83,6 +83,10 @@ def check_parallel(config: TrainConfig, shape: LlamaConfig) -> None:
     )
     if settings.cp > 1 and config.attention == "plain":
         raise ValueError("attention is 'plain'; with parallel.cp above 1 it must be auto, flash or triton")
+    if settings.overlap_tp and (config.compile or config.activation_checkpointing == "selective"):
+        raise ValueError(
+            "parallel.overlap_tp goes neither with compile = true nor with activation_checkpointing = 'selective'"
+        )
     if settings.pp > 1 and settings.schedule == "zero_bubble" and config.compile:
         raise ValueError("parallel.schedule is 'zero_bubble', which does not go with compile = true")
 
@@ -97,6 +101,7 @@ def plan_of(config: TrainConfig) -> ParallelPlan:
     dtype: torch.dtype = getattr(torch, config.dtype)
     return ParallelPlan(
         sequence_parallel=settings.sequence_parallel,
+        overlap_tp=settings.overlap_tp,
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
         compute_dtype=dtype if keeps_float32(config) else None,
