@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
 
     @property
     def products(self) -> int:
-        return sum(self.names[name] for name in ("aten::mm", "aten::addmm", "aten::bmm"))
+        return sum(self.names[name] for name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"))
 
     @property
     def attentions(self) -> int:

@@ -93,7 +93,8 @@ def test_operator(device):
     x, weight = torch.randn(1, 64, device=device), torch.randn(6, 64, device=device)
     ones, residual = torch.ones(64, device=device), torch.randn(1, 3, device=device)
     arguments = (x, weight, None, None, ones, 1e-5, True, residual)
-    torch.library.opcheck(torch.ops.llama_kernels.fused_row.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    fused_row = torch.ops.llama_kernels.fused_row.default
+    torch.library.opcheck(fused_row, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_errors():

@@ -50,7 +50,8 @@ def test_operator(device):
     qkv, cos, sin, caches = case(2, 2, 1, 8, torch.float32, device)
     slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
     arguments = (qkv, cos, sin, caches[0], caches[1].clone(), slots, 2)
-    torch.library.opcheck(torch.ops.llama_kernels.rope_write_kv.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    written = torch.ops.llama_kernels.rope_write_kv.default
+    torch.library.opcheck(written, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_errors():
