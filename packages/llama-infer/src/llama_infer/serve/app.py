@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -39,11 +39,18 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
+def _version() -> str:
+    try:
+        return version("llama-infer")
+    except PackageNotFoundError:  # run from a source tree that nobody has installed
+        return "unknown"
+
+
 def build_app(service: Service) -> FastAPI:
     """The ASGI application of a service."""
     app = FastAPI(
         title="llama-infer serve",
-        version=version("llama-infer"),
+        version=_version(),
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
     )
