@@ -25,7 +25,7 @@ class ParallelSettings:
     sequence_parallel: bool = True
     """With tp: norms and the residual stream are shared along the sequence too."""
     overlap_tp: bool = False
-    """With tp and sequence_parallel: what is sent forward hides behind halves of products; pays where these are large."""
+    """With tp and sequence_parallel: what is sent forward hides behind halves of products; for large products."""
     context: Literal["ring", "ulysses"] = "ring"
     """With cp: keys go round in a ring, or heads are exchanged for tokens (ulysses)."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
