@@ -1,9 +1,9 @@
 """Custom operators that eager code calls without the dispatcher.
 
-As a custom operator a kernel survives `torch.compile`, has gradients there and is seen by tracers, but a call of one from
-Python goes through several layers of torch, 10 to 200 µs by machine: a prompt of an 8B model makes 200 such calls and
-ran at a third of its speed. Where nothing traces, the function itself does, behind an ordinary autograd function where
-gradients are wanted.
+As a custom operator a kernel survives `torch.compile`, has gradients there and is seen by tracers, but a call of one
+from Python goes through several layers of torch, 10 to 200 µs by machine: a prompt of an 8B model makes 200 such calls
+and ran at a third of its speed. Where nothing traces, the function itself does, behind an ordinary autograd function
+where gradients are wanted.
 """
 
 from __future__ import annotations
