@@ -125,6 +125,15 @@ def test_the_reader_may_go_away(save: Save) -> None:
     process.stderr.close()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a pipe without a reader")
+def test_the_reader_of_help_may_go_away() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does when it has enough
+    with open(writing, "wb") as gone:
+        end = subprocess.run([*COMMAND, "generate", "--help"], stdout=gone, stderr=subprocess.PIPE, check=False)
+    assert (end.returncode, end.stderr) == (141, b"")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_control_c_ends_cleanly(save: Save) -> None:
     argv = ["generate", "--model", str(save(max_position_embeddings=100_000)), "--prompt", "x", "--device", "cpu"]

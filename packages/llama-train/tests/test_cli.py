@@ -107,6 +107,17 @@ def test_help_does_not_import_torch() -> None:
         assert flag in result.stdout
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a pipe without a reader")
+def test_the_reader_of_help_may_go_away() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does when it has enough
+    with open(writing, "wb") as gone:
+        end = subprocess.run(
+            [sys.executable, "-m", "llama_train", "run", "--help"], stdout=gone, stderr=subprocess.PIPE, check=False
+        )
+    assert (end.returncode, end.stderr) == (141, b"")
+
+
 def test_help_takes_a_second_of_processor_time_at_most() -> None:
     before = os.times()
     assert _run([sys.executable, "-m", "llama_train", "run", "--help"]).returncode == 0

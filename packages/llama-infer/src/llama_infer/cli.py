@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama-infer {version('llama-infer')}")
         return 0
     try:
-        command = _parsed(arguments)
-    except SystemExit as end:  # help was shown, or a mistake explained
-        return end.code if isinstance(end.code, int) else 2
-    try:
+        try:
+            command = _parsed(arguments)
+        except SystemExit as end:  # help was shown, or a mistake explained
+            return end.code if isinstance(end.code, int) else 2
         return command.run()
     except ValueError as error:
         print(f"llama-infer: {error}", file=sys.stderr)

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0 done or stopped on request, 1 the run failed, 2 wrong input, 130 interrupted.
+        The exit status: 0 done or stopped on request, 1 the run failed, 2 wrong input, 130 interrupted,
+        141 the reader of our output went away.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, None, 2)
     except KeyboardInterrupt as error:
         return _fail(error, "interrupted", 130)
+    except BrokenPipeError:  # who reads our output has seen enough, as `head` does; a run itself goes on without
+        return 141
     except OSError as error:  # a folder that is closed to us, a full disk
         where = "" if error.filename is None else f"{error.filename}: "
         return _fail(error, f"{where}{error.strerror or error}", 1)
