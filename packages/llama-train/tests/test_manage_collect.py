@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_a_row_by_hand(runs: Path) -> None:
     assert row.model == "16 wide, 2 layers, 2 heads"
     dead = summarize(runs / "a", runs)
     assert (dead.state, dead.step, dead.damaged_lines) == ("fail", 3, 1)
+    assert (dead.progress, replace(dead, saved_step=5).progress) == ("3/20", "5/20")  # stopped between two lines
     assert dead.tokens_per_second == 5.0  # nothing but warm-up is better than nothing
     assert dead.mfu == pytest.approx(0.02)
     assert dead.held_out_loss is None

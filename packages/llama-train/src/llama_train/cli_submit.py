@@ -118,7 +118,8 @@ def main(arguments: list[str]) -> int:
             print(f"passed over {job.name} ({job.file}): {job.state}{f', {job.reason}' if job.reason else ''}")
             continue
         if asked.dry_run:
-            print(f"# ---- {job.name}, {job.state}: {job.size} processes, {asked.chain} job(s)\n{scripts[job.file]}")
+            chain = "1 job" if asked.chain == 1 else f"{asked.chain} jobs"
+            print(f"# ---- {job.name}, {job.state}: {job.size} processes, {chain}\n{scripts[job.file]}")
             continue
         ids = submit(job, template, cluster, asked.chain)
         print(f"handed in   {job.name} ({job.file}): {job.size} processes, job {', then '.join(ids)}")

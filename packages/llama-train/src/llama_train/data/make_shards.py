@@ -262,5 +262,5 @@ def run_prepare(config: PrepareConfig) -> None:
     skipped = f", {totals.skipped:,} lines skipped" if totals.skipped else ""
     note(
         f"prepared   {totals.documents:,} documents, {totals.tokens:,} tokens of {totals.bytes:,} bytes{skipped}, in "
-        f"{totals.shards} shards, {seconds:.1f} s: {config.output}"
+        f"{totals.shards} shard{'' if totals.shards == 1 else 's'}, {seconds:.1f} s: {config.output}"
     )

@@ -148,5 +148,5 @@ def _job(
             state, reason = ended, reason or f"Slurm: {word}"
         elif state == "new":
             state, reason = "fail", "its last job completed without starting the run"
-    step = f"{history.last_step}/{total}" if (run / CONFIG).is_file() else ""
+    step = f"{max(history.last_step, last_checkpoint(run) or 0)}/{total}" if (run / CONFIG).is_file() else ""
     return Job(file, config, state, jobs, reason, step, f"{size.nodes} × {size.per_node}")

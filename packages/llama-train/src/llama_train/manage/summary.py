@@ -61,8 +61,8 @@ class Summary:
 
     @property
     def progress(self) -> str:
-        """Steps made, of how many."""
-        return f"{self.step}/{self.steps if self.steps is not None else '?'}"
+        """Steps made, of how many; a run that was stopped has saved later than its last line."""
+        return f"{max(self.step, self.saved_step or 0)}/{self.steps if self.steps is not None else '?'}"
 
 
 COLUMNS = tuple(item.name for item in fields(Summary))
