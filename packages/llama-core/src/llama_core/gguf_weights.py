@@ -85,7 +85,8 @@ def open_gguf(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: damaged, not a Llama, of a type that cannot be dequantised, or the extra `gguf` is missing.
     """
-    headers = [read_gguf_header(part) for part in _parts(path, read_gguf_header(path))]
+    asked = read_gguf_header(path)  # a vocabulary takes a tenth of a second: each file once
+    headers = [asked if part == path else read_gguf_header(part) for part in _parts(path, asked)]
     files: list[FileBytes] = []
     try:
         files += [FileBytes(header.path) for header in headers]
