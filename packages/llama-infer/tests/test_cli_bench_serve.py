@@ -112,7 +112,7 @@ def test_against_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     argv = ["bench", "serve", "--url", url, "--concurrency", "1", "4", "--rate", "20", "--requests", "8"]
     assert cli.main([*argv, "--json", str(tmp_path / "x.json"), "--png", str(tmp_path / "x.png")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [" ".join(line.split()[:2]) for line in lines if "/8" in line] == ["1 clients", "4 clients", "20 req/s"]
+    assert [" ".join(line.split()[:2]) for line in lines if "/8" in line] == ["1 client", "4 clients", "20 req/s"]
     found = json.loads((tmp_path / "x.json").read_text())
     assert [(each["loop"], each["load"]) for each in found] == [("closed", 1), ("closed", 4), ("open", 20)]
     for each in found:

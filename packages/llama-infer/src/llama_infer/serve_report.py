@@ -53,7 +53,8 @@ def table(summaries: Sequence[dict[str, Any]]) -> Table:
     for name in (*(f"p{p}" for p in PERCENTILES), "failed", "req/s", "tokens/s"):
         made.add_column(name, justify="right", no_wrap=True)
     for found in summaries:
-        load = f"{found['load']:g} clients" if found["loop"] == "closed" else f"{found['load']:g} req/s"
+        clients = "client" if found["load"] == 1 else "clients"
+        load = f"{found['load']:g} {clients if found['loop'] == 'closed' else 'req/s'}"
         failed = f"{found['failed']}/{found['requests']}"
         rates = (failed, f"{found['requests_per_second']:.1f}", f"{found['tokens_per_second']:.0f}")
         for at, (what, title) in enumerate(TIMES.items()):
