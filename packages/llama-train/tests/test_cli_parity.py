@@ -54,6 +54,7 @@ def test_an_all_reduce_that_is_missing_is_found_and_named(
     ("flags", "message"),
     [
         ("--world 8 --dp 2 --tp 2", "= 4 processes, but 8 were started"),
+        ("--dp 100000", "the sizes make 100000 processes; on one CPU they must make 1 to 256"),
         ("--tp 3", "4 attention heads do not divide over tp 3"),
         ("--model tinny", "did you mean 'tiny'"),
         ("--steps 0", "--steps is 0; it must be at least 1"),

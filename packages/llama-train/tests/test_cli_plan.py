@@ -42,6 +42,8 @@ def test_json_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ("--model llama-9 --gpus 8", "llama-9"),
         ("--model tiny --gpus 0", "--gpus is 0; it must be at least 1"),
+        ("--model tiny --gpus 99999999999999999999", "it must be 1 to 131072"),
+        ("--model tiny --gpus 8 --seq 99999999999999999999", "it must be 1 to 134217728"),
         ("--model tiny", "--gpus"),
     ],
 )

@@ -26,6 +26,7 @@ def test_defaults_are_valid_and_frozen() -> None:
     ("section", "key", "value"),
     [
         (ModelConfig, "hidden_size", 0),
+        (ModelConfig, "num_hidden_layers", 99_999_999_999),
         (ModelConfig, "rope_theta", -1.0),
         (ModelConfig, "rms_norm_eps", float("nan")),
         (DataConfig, "source", ""),
@@ -47,6 +48,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         (TrainConfig, "name", "a/b"),
         (TrainConfig, "name", ".."),
         (TrainConfig, "seed", -1),
+        (TrainConfig, "threads", 0),
+        (TrainConfig, "threads", 100_000),
     ],
 )
 def test_out_of_range_names_key_and_value(section: type, key: str, value: object) -> None:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from llama_core import Llama, load_tokenizer
+from llama_train import train
 from llama_train.config import EvaluationConfig, TrainConfig
+from llama_train.console import Reporter
 from llama_train.prepare import prepare
 from llama_train.sample import sample_text
 
@@ -36,3 +39,14 @@ def test_a_sample_continues_the_prompt_and_follows_from_the_seed(
                 break
     greedy = sample_text(logits, tokenizer, replace(config, sample_temperature=0.0), seed=1)
     assert greedy == tokenizer.decode(ids)
+
+
+def test_a_chat_prompt_without_a_chat_template_is_told_before_the_first_step(
+    tiny: TrainConfig, recorder: Callable[[], Reporter]
+) -> None:
+    evaluation = EvaluationConfig(sample_tokens=4, sample_chat=True)
+    with pytest.raises(ValueError, match=r"evaluation\.sample_chat is true: this tokenizer has no"):
+        train(replace(tiny, evaluation=evaluation), recorder())
+    assert not list(Path(str(tiny.folder)).glob("checkpoints/step-*"))
+    metrics = Path(str(tiny.folder)) / "metrics.jsonl"
+    assert not metrics.exists() or not metrics.read_text(encoding="utf-8")

@@ -44,6 +44,7 @@ def test_the_command_prints_both_kinds_and_draws(tmp_path: Path, capsys: pytest.
     [
         (["latency"], "unknown benchmark 'latency'; there is: scaling, sweep"),
         (["scaling", "--dimension", "pp", "--layers", "1"], "1 layers are fewer than pp 2"),
+        (["scaling", "--processes", "999999"], "numbers from 1 to 256"),
         (["scaling", "--plot", "x.png"], "the name of an .svg file"),
     ],
 )

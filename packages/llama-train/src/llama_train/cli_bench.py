@@ -53,7 +53,9 @@ class ScalingConfig:
             require(getattr(self, name) >= 1, f"--{name.replace('_', '-')}", getattr(self, name), "at least 1")
         require(self.hidden_size % 32 == 0, "--hidden-size", self.hidden_size, "a multiple of 32")
         counts = self.processes
-        require(bool(counts) and min(counts) >= 1, "--processes", counts, "numbers of at least 1")
+        most = 256  # they are all started on this machine
+        fit = bool(counts) and min(counts) >= 1 and max(counts) <= most
+        require(fit, "--processes", counts, f"numbers from 1 to {most}")
         require(finite_and(self.timeout, self.timeout > 0), "--timeout", self.timeout, "above 0")
         require(self.plot is None or self.plot.endswith(".svg"), "--plot", self.plot, "the name of an .svg file")
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Sums over ranks come in another order. float64 has 2e-16 and loses some 1e-14 of the largest element over three steps;
 # float32 has 1e-7 and loses some 1e-5.
 _TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
+_MOST = 256
+"""Processes that this command starts on one machine."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ def main(arguments: list[str]) -> int:
     layout = ParallelConfig(config.dp_replicate, config.dp, config.cp, config.tp, config.pp)
     if config.world is not None:
         layout.check(config.world)
+    starts = int(os.environ.get("WORLD_SIZE", "1")) == 1 and layout.num_processes > 1
+    if starts and layout.num_processes > _MOST:
+        raise ValueError(f"the sizes make {layout.num_processes} processes; on one CPU they must make 1 to {_MOST}")
     stages = config.pp * stages_of_rank(config.schedule, None) if config.pp > 1 else 1
     shape = preset(config.model)
     shape = shape.replace(num_hidden_layers=config.layers or max(shape.num_hidden_layers, stages))
@@ -109,7 +114,7 @@ def main(arguments: list[str]) -> int:
         micro_batches=accumulation,
     )
     task = _task(config, shape, length, layout.dp * accumulation, accumulation)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and layout.num_processes > 1:
+    if starts:
         main_process, records, device = True, *_forked(config, layout, task)
     else:
         main_process, records, device = _launched(config, layout, task)

@@ -45,6 +45,9 @@ class PlanConfig:
         for name in ("gpus", "seq", "global_batch", "gpus_per_node", "limit", "micro_batch"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
+        # Beyond these the divisors alone, of which layouts are made, take for ever.
+        require(self.gpus <= 2**17, "--gpus", self.gpus, f"1 to {2**17}")
+        require(self.seq <= 2**27, "--seq", self.seq, f"1 to {2**27}")
         memory = self.gpu_memory
         require(finite_and(memory, memory > 0), "--gpu-memory", memory, "above 0 (GB)")
 

@@ -77,7 +77,8 @@ class TrainConfig:
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
         if self.lora.rank and self.model.start_from is None:
             raise ValueError(f"lora.rank is {self.lora.rank}; adapters need a model to adapt: set model.start_from")
-        require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
+        # PyTorch's pool of threads crashes the process where the system refuses one of them.
+        require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "1 to 1024")
 
     @property
     def rows_per_step(self) -> int:

@@ -63,6 +63,8 @@ class ModelConfig:
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name}", value, "at least 1")
+        layers = self.num_hidden_layers  # each is an object of its own, so that a slip of a key would fill the host
+        require(layers is None or layers <= 10_000, "model.num_hidden_layers", layers, "1 to 10000")
         for name in ("rope_theta", "rope_factor", "rms_norm_eps", "initializer_range"):
             number = getattr(self, name)
             require(number is None or _finite_and(number, number > 0), f"model.{name}", number, "above 0")

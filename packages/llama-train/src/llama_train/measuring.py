@@ -29,6 +29,12 @@ class Measuring:
     ) -> None:
         self._config, self._data, self._trainer, self._world = config, data, trainer, world
         self._reporter = reporter
+        settings = config.evaluation
+        if settings.sample_chat and settings.sample_tokens:
+            try:  # now, and not after the last step of a run of weeks
+                self.tokenizer.encode_chat([{"role": "user", "content": settings.sample_prompt}])
+            except ValueError as error:
+                raise ValueError(f"evaluation.sample_chat is true: {error}") from None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
