@@ -56,6 +56,15 @@ def test_file_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     assert records[0]["kind"] == "train"
 
 
+def test_a_file_with_a_damaged_byte_opens_without_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"kind": "train", "step": 1}\n{"kind": "tr\xceain", "step": \xce}\n{"kind": "train", "step": 3}\n'
+    )
+    MetricsFile(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()] == [1, 3]
+
+
 def test_a_measurement_is_kept_once_and_every_line_is_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):  # a finished run that is started again

@@ -93,7 +93,8 @@ class MetricsFile:
     """metrics.jsonl of a run. Opening it for step n drops the lines after n: they will be written again."""
 
     def __init__(self, path: Path, done: int) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        # A line that a bad disk made unreadable is dropped like one that was cut off: a log must not keep a run down.
+        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n") if path.exists() else []
         kept = [line for line in lines if _step(line) is not None and (_step(line) or 0) <= done]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

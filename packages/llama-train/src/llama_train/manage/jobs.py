@@ -115,7 +115,7 @@ def _load(file: Path, cluster: Cluster) -> tuple[TrainConfig | None, str]:
 
 def _jobs(run: Path) -> tuple[str, ...]:
     try:
-        lines = (run / JOBS / _LOG).read_text(encoding="utf-8").splitlines()
+        lines = (run / JOBS / _LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
     found = []
