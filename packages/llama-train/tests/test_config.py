@@ -35,6 +35,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         (DataConfig, "vocab_size", 257),
         (DataConfig, "sequence_length", 1),
         (DataConfig, "micro_batch_size", 0),
+        (DataConfig, "micro_batch_size", 2**70),
+        (DataConfig, "gradient_accumulation_steps", 2**70),
         (OptimizerConfig, "learning_rate", 0.0),
         (OptimizerConfig, "learning_rate", float("inf")),
         (OptimizerConfig, "betas", (0.9, 1.0)),

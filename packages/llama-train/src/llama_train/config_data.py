@@ -63,7 +63,8 @@ class DataConfig:
         require(258 <= self.vocab_size <= 2**20, "data.vocab_size", self.vocab_size, "258 to 1048576")
         require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
-            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
+            value = getattr(self, name)  # beyond this numpy refuses, or the first step never ends
+            require(1 <= value <= 2**20, f"data.{name}", value, "1 to 1048576")
 
     @property
     def masks_documents(self) -> bool:
