@@ -173,7 +173,8 @@ class ChatTemplates:
             )
         raise ValueError(
             "this tokenizer has no chat template (looked for chat_template.jinja, chat_template in "
-            "tokenizer_config.json, and tokenizer.chat_template in a GGUF file); pass chat_template=, or use plain text"
+            "tokenizer_config.json, and tokenizer.chat_template in a GGUF file); use plain text, an instruct model's "
+            "tokenizer, or lay a chat_template.jinja beside it (in Python: pass chat_template=)"
         )
 
 
