@@ -51,7 +51,7 @@ def test_threads_are_set(tiny: TrainConfig, change: Change, recorder: Make) -> N
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    with pytest.raises(ValueError, match="threads is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="threads is 0; it must be 1 to 1024"):
         change(tiny, threads=0)
 
 
