@@ -109,3 +109,15 @@ def test_refused(changes: dict[str, object], message: str) -> None:
 def test_refused_rates() -> None:
     with pytest.raises(ValueError, match="latency = 0"):
         Hardware(latency=0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("micro_batches", [8, 24])
+def test_the_rank_that_needs_most_is_found_among_the_first_of_each_kind(schedule: str, micro_batches: int) -> None:
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    layout = ParallelConfig(dp_shard=2, pp=8)
+    work = Work(
+        preset("llama-3-8b"), layout, 2048, 2 * micro_batches, 1, "mixed", schedule=schedule, stages_per_rank=chunks
+    )
+    every = [predict_memory(work, pipeline_rank=rank).total for rank in range(8)]
+    assert predict_memory(work).total == max(every)

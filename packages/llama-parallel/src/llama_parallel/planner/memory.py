@@ -58,7 +58,9 @@ def predict_memory(
         slack: part of everything that rounding and gaps of the allocator cost.
     """
     ranks = stages(work.model, work.layout.pp, work.stages_per_rank)
-    wanted = range(len(ranks)) if pipeline_rank is None else (pipeline_rank,)
+    # Of ranks with stages alike the first holds most micro-batches (`in_flight`), and so needs most.
+    first = {stage: rank for rank, stage in reversed(list(enumerate(ranks)))}
+    wanted = first.values() if pipeline_rank is None else (pipeline_rank,)
     found = [_of_stage(work, rank, ranks[rank]) for rank in wanted]
     most = max(found, key=lambda memory: memory.total)
     return Memory(**{**vars(most), "slack": workspace + slack * most.total})
